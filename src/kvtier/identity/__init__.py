@@ -1,0 +1,1 @@
+"""What bytes mean: namespace fingerprint, record keys, key builders."""

@@ -1,0 +1,1 @@
+"""Bytes in memory: the arena of slots, and the bounded byte store."""

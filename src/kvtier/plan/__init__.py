@@ -1,0 +1,1 @@
+"""Curves, break-even, planner, preload. Pure. Nothing is here yet: see docs/roadmap.md."""

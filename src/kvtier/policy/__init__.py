@@ -1,0 +1,1 @@
+"""Who stays: eviction, admission, and the registry of policies. Pure: no I/O, no clock."""

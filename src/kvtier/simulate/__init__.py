@@ -1,0 +1,1 @@
+"""Traces, simulated media and a simulated engine around the real control plane."""

@@ -1,0 +1,1 @@
+"""Shipped for others too: conformance suites, fake media, seeded faults, clock."""

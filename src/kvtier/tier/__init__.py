@@ -1,0 +1,1 @@
+"""Tiers below the engine: dram, disk, remote."""

@@ -1,0 +1,1 @@
+"""Byte stores behind one Connector contract, one file a back end."""
