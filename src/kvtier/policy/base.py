@@ -69,6 +69,10 @@ class EvictionPolicy(ABC):
         """A request arrived. Called at most once a request; policies that learn from chains use it."""
         return
 
+    def finished(self, keys: Sequence[Key], output_tokens: int, now_s: float) -> None:
+        """The request with these prompt keys has been answered, in so many tokens. Never needed; some policies learn from it."""
+        return
+
     @abstractmethod
     def insert(self, key: Key, info: RecordInfo, now_s: float) -> None:
         """`key` entered the tier. It was not in it before."""

@@ -56,6 +56,7 @@ def replay(
     policy: EvictionPolicy,
     *,
     tokens_per_block: int = 512,
+    decode_tokens_s: float = 50.0,
     cost_s: Callable[[int], float] | None = None,
     each: Callable[[TraceRequest, int], None] | None = None,
 ) -> ReplayResult:
@@ -65,6 +66,7 @@ def replay(
         requests: the trace.
         policy: a new policy.
         tokens_per_block: tokens of one block.
+        decode_tokens_s: how fast answers are generated; a policy is told of an answer's length once it is over.
         cost_s: seconds that recomputing the block at a depth of so many tokens takes; 0 everywhere by default.
         each: called with every request and its hits.
     """
@@ -73,8 +75,12 @@ def replay(
     capacity = policy.capacity_bytes
     hits = asked = stored = 0
     insert, access = policy.insert, policy.access
-    for request in requests:
+    running: list[tuple[float, int, list[Key], int]] = []
+    for number, request in enumerate(requests):
         now_s = request.time_s
+        while running and running[0][0] <= now_s:
+            ended_s, _, done, output_tokens = heapq.heappop(running)
+            policy.finished(done, output_tokens, ended_s)
         keys = [block_id.to_bytes(KEY_BYTES, "little") for block_id in request.block_ids]
         hit = 0
         for key in keys:
@@ -101,6 +107,7 @@ def replay(
             for key in batch:
                 policy.remove(key, now_s, evicted=True)
                 present.remove(key)
+        heapq.heappush(running, (now_s + request.output_tokens / decode_tokens_s, number, keys, request.output_tokens))
         if each is not None:
             each(request, hit)
     return ReplayResult(policy.name, capacity, hits, asked, stored, time.perf_counter() - started)
