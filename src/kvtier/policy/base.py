@@ -93,6 +93,13 @@ class EvictionPolicy(ABC):
         one is known (ARC and S3-FIFO remember what they evicted). Nothing leaves the tier here.
         """
 
+    def worth(self, key: Key, now_s: float) -> float | None:
+        """What keeping `key` is worth, for comparison with others of this policy; None where the policy has no such measure.
+
+        A key need not be in the tier, if a request has announced it.
+        """
+        return None
+
     @abstractmethod
     def __len__(self) -> int:
         """Number of keys in the tier."""

@@ -32,7 +32,7 @@ not taken, and counted in `hints_refused`.
 
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
@@ -50,8 +50,11 @@ SAME_USE_S = 60.0
 RETURNS_SOON_S = 30.0
 HINT_SHARE_MAX = 0.5
 ADVANCE_EVERY_S = 0.5
+REFRESH_AT = frozenset(bisect_left(EDGES_S, age_s) for age_s in (16, 64, 256, 1024, 4096, 16_384, 65_536))
+"""Age buckets in which a run's index is asked for anew: the model has learned since."""
 
 _NO_HOLD, _TTL, _PIN = range(3)
+_HELD_WORTH = 1e30
 
 
 def _octave(number: float, steps: int, last: int) -> int:
@@ -241,6 +244,15 @@ class ReusePolicy(EvictionPolicy):
             self._drop(key)
         self._forget()
 
+    def worth(self, key: Key, now_s: float) -> float | None:
+        self._advance(now_s)
+        place = self._where.get(key)
+        if place is None:
+            return None
+        run = place[0]
+        bucket = run.bucket if run.bucket >= 0 else bisect_right(EDGES_S, now_s - run.touched_s) - 1
+        return run.index[bucket] * self._worth_of(run) + run.hold * _HELD_WORTH
+
     def candidates(self, now_s: float, is_leased: Callable[[Key], bool], incoming: Key | None = None) -> Iterator[Key]:
         self._advance(now_s)
         heap = self._heap
@@ -325,14 +337,17 @@ class ReusePolicy(EvictionPolicy):
         """Put `run` where it belongs in the order, if it has anything to give."""
         if not run.resident or run.parked_at >= 0:
             return
-        worth = run.cost_s / run.size_bytes if run.cost_s else self._usual_worth or 1.0
         run.serial += 1
         run.queued = True
-        heappush(self._heap, (run.hold, run.index[run.bucket] * worth, run.number, run.serial, run))
+        heappush(self._heap, (run.hold, run.index[run.bucket] * self._worth_of(run), run.number, run.serial, run))
         if len(self._heap) > self._heap_max:
             self._heap = [entry for entry in self._heap if entry[3] == entry[4].serial and entry[4].resident]
             heapify(self._heap)
             self._heap_max = 2 * len(self._heap) + 1024
+
+    def _worth_of(self, run: _Run) -> float:
+        """Seconds saved by a return, per byte; where costs are not told all bytes are equal."""
+        return run.cost_s / run.size_bytes if run.cost_s else self._usual_worth or 1.0
 
     def _unpark(self, run: _Run) -> None:
         run.parked_at = -1
@@ -489,6 +504,8 @@ class ReusePolicy(EvictionPolicy):
                     continue
                 run.bucket = bucket + 1
                 self._by_age[bucket + 1][run] = None
+                if run.resident and bucket + 1 in REFRESH_AT:
+                    run.index = self.model.index(run.features)
                 self._queue(run)
         while self._held_until and self._held_until[0][0] <= now_s:
             self._release(heappop(self._held_until)[1])
