@@ -59,7 +59,7 @@ _HELD_WORTH = 1e30
 
 def _octave(number: float, steps: int, last: int) -> int:
     """Logarithmic category of a number from 0 on, in so many steps a doubling, at most `last`."""
-    return min(last, int(steps * math.log2(number + 1)))
+    return min(last, int(steps * math.log2(max(number, 0) + 1)))
 
 
 # The fields of the features and how many categories each has.
