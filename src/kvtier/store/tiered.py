@@ -37,6 +37,7 @@ from kvtier.store.moves import (
     FenceDone,
     Key,
     LoadFailed,
+    LoadReleased,
     Outcome,
     PartPlace,
     ResetTier,
@@ -117,10 +118,19 @@ class _Slot:
     leases: int = 1
 
 
+class LoadPlan(NamedTuple):
+    """What a load has to do; outcomes of ranks name it by `load_id`."""
+
+    load_id: int
+    parts: list[PartPlace]
+
+
 @dataclass(slots=True)
 class _Load:
+    load_id: int
     parts: list[PartPlace]
     slots: list[_Slot | None]
+    ranks_holding: int = 0
     lost: dict[Key, str] = field(default_factory=dict)
     reason: str = ""
 
@@ -137,7 +147,9 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Fence:
+class _Owed:
+    """Slots that operations on some ranks own although nothing waits for them any more."""
+
     ranks_left: int
     slots: list[_Slot]
 
@@ -164,9 +176,10 @@ class TieredStore:
         self._writing: dict[Key, int] = {}
         self._writes: dict[int, _Write] = {}
         self._loads: dict[str, _Load] = {}
+        self._held: dict[int, _Owed] = {}
         self._filling: dict[Key, _Slot] = {}
         self._store_failed: dict[Key, str] = {}
-        self._fences: dict[int, _Fence] = {}
+        self._fences: dict[int, _Owed] = {}
         self._next_id = 0
         self._actions: list[Action] = []
         self._notices: list[str] = []
@@ -210,7 +223,7 @@ class TieredStore:
 
     # ---- loads: from a tier into the engine
 
-    def begin_load(self, wanted: Sequence[Part], owner: str, now_s: float) -> list[PartPlace]:
+    def begin_load(self, wanted: Sequence[Part], owner: str, now_s: float) -> LoadPlan:
         """Lease `wanted` for a load by `owner`, which has no other load, and say where each part is.
 
         Parts on disk get a slot where one can be had, so that they stay in DRAM afterwards; the others pass through the
@@ -248,10 +261,11 @@ class TieredStore:
                 continue
             slots[place] = new[0]
             parts[place] = PartPlace(part.key, part.group, new[0].offset, Source.DISK)
-        self._loads[owner] = _Load(parts, slots)
+        load = _Load(self._new_id(), parts, slots)
+        self._loads[owner] = load
         self.counters["load_dram_parts"] += sum(part.source is Source.DRAM for part in parts)
         self.counters["load_disk_parts"] += sum(part.source is Source.DISK for part in parts)
-        return parts
+        return LoadPlan(load.load_id, parts)
 
     def end_load(self, owner: str, now_s: float) -> bool:
         """All ranks have finished `owner`'s load, well or not. True if it went well."""
@@ -259,6 +273,7 @@ class TieredStore:
         if load is None:
             return False
         failed = bool(load.reason or load.lost)
+        held: list[_Slot] = []
         for part, slot in zip(load.parts, load.slots, strict=True):
             if part.source is Source.DISK:
                 self._disk_leases[part.key] -= 1
@@ -271,7 +286,12 @@ class TieredStore:
                 slot.state = _State.READY
             elif filled or part.key in load.lost:
                 self._forget_slot(part.key, slot, now_s)
-            self._release(slot)
+            if filled and load.ranks_holding:
+                held.append(slot)
+            else:
+                self._release(slot)
+        if held:
+            self._held[load.load_id] = _Owed(load.ranks_holding, held)
         for key in load.lost:
             self._forget_disk(key, now_s)
         if failed:
@@ -330,10 +350,11 @@ class TieredStore:
         if isinstance(outcome, WriteDone):
             self._apply_write(outcome, now_s)
         elif isinstance(outcome, LoadFailed):
-            load = self._loads.get(outcome.owner)
+            load = self._load_by_id(outcome.load_id)
             if load is not None:
                 load.lost.update(outcome.lost)
                 load.reason = outcome.reason or load.reason
+                load.ranks_holding += outcome.held
             for reason in sorted(set(outcome.lost.values())) or [outcome.reason]:
                 self.counters[f"load_failed:{reason}"] += 1
                 self._notice(f"a load failed and its request is recomputed: {reason}")
@@ -342,13 +363,13 @@ class TieredStore:
             self.counters["store_failed_parts"] += len(outcome.keys)
             self._notice(f"parts could not be copied out of the engine: {outcome.reason}")
         elif isinstance(outcome, FenceDone):
-            fence = self._fences.get(outcome.fence_id)
-            if fence is not None:
-                fence.ranks_left -= 1
-                if fence.ranks_left == 0:
-                    del self._fences[outcome.fence_id]
-                    for slot in fence.slots:
-                        self._release(slot)
+            self._one_rank_less(self._fences, outcome.fence_id)
+        elif isinstance(outcome, LoadReleased):
+            load = self._load_by_id(outcome.load_id)
+            if load is not None:
+                load.ranks_holding -= 1
+            else:
+                self._one_rank_less(self._held, outcome.load_id)
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass: a write that is late counts as failed; its slots stay its own until it ends."""
@@ -363,7 +384,9 @@ class TieredStore:
 
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""
-        return bool(self._actions or self._fences or any(not write.expired for write in self._writes.values()))
+        return bool(
+            self._actions or self._fences or self._held or any(not write.expired for write in self._writes.values())
+        )
 
     def take_actions(self) -> list[Action]:
         """What every rank has to do, in this order. Each is handed out once."""
@@ -417,7 +440,7 @@ class TieredStore:
         self._writing.clear()
         self._disk_used_bytes = 0
         fence_id = self._new_id()
-        self._fences[fence_id] = _Fence(self.limits.rank_count, owed)
+        self._fences[fence_id] = _Owed(self.limits.rank_count, owed)
         self._actions.append(ResetTier(self.generation, fence_id))
         self.counters["resets"] += 1
 
@@ -440,7 +463,7 @@ class TieredStore:
             [s for load in self._loads.values() for s in load.slots if s is not None],
             list(self._filling.values()),
             [s for write in self._writes.values() for s in write.slots],
-            [s for fence in self._fences.values() for s in fence.slots],
+            [s for owed in (*self._fences.values(), *self._held.values()) for s in owed.slots],
         ):
             owners.update(id(slot) for slot in slots)
         assert all(slot.leases == owners[id(slot)] for slot in self._dram.values()), "a lease without its owner"
@@ -454,13 +477,26 @@ class TieredStore:
         if self._disk_policy is not None:
             assert len(self._disk_policy) == len(self._disk), "the disk policy lost count"
         doomed = {id(s): s for w in self._writes.values() for s in w.slots if s.state is _State.DOOMED}
-        doomed |= {id(s): s for f in self._fences.values() for s in f.slots if s.state is _State.DOOMED}
+        owed_slots = [s for owed in (*self._fences.values(), *self._held.values()) for s in owed.slots]
+        doomed |= {id(s): s for s in owed_slots if s.state is _State.DOOMED}
         doomed |= {id(s): s for ld in self._loads.values() for s in ld.slots if s and s.state is _State.DOOMED}
         doomed |= {id(s): s for s in self._filling.values() if s.state is _State.DOOMED}
         held = sum(self.limits.slot_bytes[s.group] for s in (*self._dram.values(), *doomed.values()))
         assert held == self._slots.used_bytes(), "a slot leaked, or was given back twice"
 
     # ---- inside
+
+    def _load_by_id(self, load_id: int) -> _Load | None:
+        return next((load for load in self._loads.values() if load.load_id == load_id), None)
+
+    def _one_rank_less(self, owed_by: dict[int, _Owed], number: int) -> None:
+        owed = owed_by.get(number)
+        if owed is not None:
+            owed.ranks_left -= 1
+            if owed.ranks_left == 0:
+                del owed_by[number]
+                for slot in owed.slots:
+                    self._release(slot)
 
     def _new_id(self) -> int:
         self._next_id += 1
