@@ -107,6 +107,7 @@ class Config:
         60.0, _parse_float, "longest wait for a disk write before it counts as failed", low=0
     )
     close_deadline_s: float = _setting(10.0, _parse_float, "longest wait for unfinished writes at shutdown", low=0)
+    accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
     namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
 
 

@@ -32,6 +32,7 @@ from kvtier.engine.copying import CopyEngine
 from kvtier.engine.layout import Addresses, GroupLayout, Piece, join
 from kvtier.memory.arena import Arena
 from kvtier.record.envelope import Identity, open_slot, seal_slot, slot_bytes
+from kvtier.record.errors import RecordError
 from kvtier.store.moves import (
     NO_SLOT,
     Action,

@@ -40,15 +40,14 @@ class KVTierManager(OffloadingManager):
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self, config: Config, group_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: Config, group_ids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.store: TieredStore | None = None
         self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
         self._clock = clock
         self._reported: dict[str, int] = {}
         self._last_stored: dict[str, dict[int, bytes]] = {}
+        self._live: set[str] = set()
         self._declined: set[str] = set()
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
@@ -158,8 +157,10 @@ class KVTierManager(OffloadingManager):
         return PartsSpec(plan.parts, plan.load_id)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        if self.store is not None and not self.store.end_load(req_context.req_id, self._clock()):
-            # Once is enough: the request is recomputed, and is not offered what may fail again.
+        if self.store is None or self.store.end_load(req_context.req_id, self._clock()):
+            return
+        # Once is enough: the request is recomputed, and is not offered what may fail again.
+        if req_context.req_id in self._live:
             self._declined.add(req_context.req_id)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -178,9 +179,11 @@ class KVTierManager(OffloadingManager):
     # ---- requests, steps, outcomes
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._live.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._live.discard(req_context.req_id)
         self._last_stored.pop(req_context.req_id, None)
         self._waiting_since_s.pop(req_context.req_id, None)
         self._declined.discard(req_context.req_id)

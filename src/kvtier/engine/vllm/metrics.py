@@ -50,13 +50,17 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     for name, text in _COUNTERS.items():
         result[counter_name(name)] = OffloadingCounterMetadata(documentation=text)
     for name, text in _BY_REASON.items():
-        result[counter_name(f"{name}_by_reason")] = OffloadingCounterMetadata(documentation=text, labelnames=("reason",))
+        result[counter_name(f"{name}_by_reason")] = OffloadingCounterMetadata(
+            documentation=text, labelnames=("reason",)
+        )
     for name, text in _GAUGES.items():
         result[counter_name(name)] = OffloadingGaugeMetadata(documentation=text)
     return result
 
 
-def stats_of(counters: Mapping[str, int], before: dict[str, int], gauges: Mapping[str, int]) -> OffloadingConnectorStats:
+def stats_of(
+    counters: Mapping[str, int], before: dict[str, int], gauges: Mapping[str, int]
+) -> OffloadingConnectorStats:
     """What changed since `before`, which is brought up to date."""
     stats = OffloadingConnectorStats()
     for name, value in counters.items():

@@ -30,7 +30,9 @@ def layouts_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[Grou
     return layouts
 
 
-def pieces_of(spec: GPULoadStoreSpec, parts: Sequence[PartPlace], blocks_per_chunk: int, *, is_load: bool) -> list[Piece]:
+def pieces_of(
+    spec: GPULoadStoreSpec, parts: Sequence[PartPlace], blocks_per_chunk: int, *, is_load: bool
+) -> list[Piece]:
     """Deal the engine's blocks, which come group after group, to the parts, which do too.
 
     A load's first block may lie inside its first chunk, since what comes before is in the engine already.
@@ -49,7 +51,9 @@ def pieces_of(spec: GPULoadStoreSpec, parts: Sequence[PartPlace], blocks_per_chu
 class KVTierWorker(OffloadingWorker):
     """Hands vLLM's jobs to a DataPlane, and keeps what failed for the connector to report."""
 
-    def __init__(self, plane: DataPlane, blocks_per_chunk: int, *, wait_deadline_s: float, close_deadline_s: float) -> None:
+    def __init__(
+        self, plane: DataPlane, blocks_per_chunk: int, *, wait_deadline_s: float, close_deadline_s: float
+    ) -> None:
         self._plane = plane
         self._blocks_per_chunk = blocks_per_chunk
         self._wait_deadline_s = wait_deadline_s
@@ -79,9 +83,7 @@ class KVTierWorker(OffloadingWorker):
                 self._ended_loads.add(result.job_id)
                 if not result.ok:
                     self._failed_loads.add(result.job_id)
-        return [
-            TransferResult(result.job_id, True, result.copied_bytes or None, result.seconds) for result in results
-        ]
+        return [TransferResult(result.job_id, True, result.copied_bytes or None, result.seconds) for result in results]
 
     def wait(self, job_ids: set[int]) -> None:
         self._plane.wait(set(job_ids), self._wait_deadline_s)
