@@ -65,7 +65,8 @@ def from_float(numbers: F32, dtype: str) -> U16:
 
 def _finite(patterns: U16, dtype: str) -> npt.NDArray[np.bool_]:
     exponent = 0x7F80 if dtype == "bf16" else 0x7C00
-    return (patterns & exponent) != exponent
+    finite: npt.NDArray[np.bool_] = (patterns & exponent) != exponent
+    return finite
 
 
 # -- int8 ----------------------------------------------------------------------------------------------------------------
