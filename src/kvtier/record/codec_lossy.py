@@ -15,6 +15,7 @@ Layouts: `LCND` = (layers, 2, tokens, heads, dim), `NCLD` = (tokens, 2, layers, 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import frexp
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -243,11 +244,7 @@ class Fp8Codec(Codec):
         if not patterns.size or not _finite(patterns, self.dtype).all():
             return declined(raw)
         largest = float(to_float(np.atleast_1d((patterns & 0x7FFF).max()), self.dtype)[0])
-        exponent = (
-            0
-            if largest == 0
-            else int(np.clip(np.floor(np.log2(_E4M3_LARGEST / largest)), -_EXPONENT_MAX, _EXPONENT_MAX))
-        )
+        exponent = 0 if largest == 0 else max(-_EXPONENT_MAX, min(_EXPONENT_MAX, frexp(_E4M3_LARGEST / largest)[1] - 1))
         payload = _encode_table(self.dtype, exponent)[patterns]
         # Below the least normal number steps are even, above it an eighth of the number's power of two.
         least = _E4M3_NORMAL_MIN * 2.0**-exponent
