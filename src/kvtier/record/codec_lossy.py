@@ -15,6 +15,7 @@ Layouts: `LCND` = (layers, 2, tokens, heads, dim), `NCLD` = (tokens, 2, layers, 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import frexp
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -65,7 +66,8 @@ def from_float(numbers: F32, dtype: str) -> U16:
 
 def _finite(patterns: U16, dtype: str) -> npt.NDArray[np.bool_]:
     exponent = 0x7F80 if dtype == "bf16" else 0x7C00
-    return (patterns & exponent) != exponent
+    finite: npt.NDArray[np.bool_] = (patterns & exponent) != exponent
+    return finite
 
 
 # -- int8 ----------------------------------------------------------------------------------------------------------------
@@ -242,11 +244,7 @@ class Fp8Codec(Codec):
         if not patterns.size or not _finite(patterns, self.dtype).all():
             return declined(raw)
         largest = float(to_float(np.atleast_1d((patterns & 0x7FFF).max()), self.dtype)[0])
-        exponent = (
-            0
-            if largest == 0
-            else int(np.clip(np.floor(np.log2(_E4M3_LARGEST / largest)), -_EXPONENT_MAX, _EXPONENT_MAX))
-        )
+        exponent = 0 if largest == 0 else max(-_EXPONENT_MAX, min(_EXPONENT_MAX, frexp(_E4M3_LARGEST / largest)[1] - 1))
         payload = _encode_table(self.dtype, exponent)[patterns]
         # Below the least normal number steps are even, above it an eighth of the number's power of two.
         least = _E4M3_NORMAL_MIN * 2.0**-exponent

@@ -132,6 +132,9 @@ class _ZstdContexts(threading.local):
 
     def __init__(self) -> None:
         self.compressors: dict[int, zstandard.ZstdCompressor] = {}
+        # A table of 64 long matches finds next to nothing, and skips ahead fast where it doesn't: what remains is Huffman coding.
+        parameters = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6, write_content_size=True)
+        self.entropy_compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -144,6 +147,11 @@ def zstd_compress(raw: Buffer, level: int) -> bytes:
     if compressor is None:
         compressor = _contexts.compressors[level] = zstandard.ZstdCompressor(level=level)
     return compressor.compress(raw)
+
+
+def zstd_compress_entropy(raw: Buffer) -> bytes:
+    """One zstd frame of bytes that repeat in frequency and not in sequence: nearly all of it Huffman codes. Any decoder reads it."""
+    return _contexts.entropy_compressor.compress(raw)
 
 
 def zstd_decompress_into(frame: memoryview, out: memoryview) -> None:
@@ -170,7 +178,7 @@ ZSTD_LEVEL_MAX: Final = 22
 
 @dataclass(frozen=True, slots=True)
 class ZstdCodec(Codec):
-    """zstd, one frame a record. Parameters: `level` (-7 to 22, default 1), `ratio_min` (default 1)."""
+    """zstd, one frame a record. Parameters: `level` (-7 to 22, default 1; 0 is zstd's own default), `ratio_min` (default 1)."""
 
     name: ClassVar[str] = "zstd"
     level: int = 1
