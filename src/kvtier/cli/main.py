@@ -36,7 +36,9 @@ COMMANDS: tuple[Command, ...] = (bench, quickstart)
 
 def make_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="kvtier", description="Keeps the KV cache of large language models outside the GPU and brings it back.")
+    parser = argparse.ArgumentParser(
+        prog="kvtier", description="Keeps the KV cache of large language models outside the GPU and brings it back."
+    )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
     add_commands(parser, commands, "command")
     return parser

@@ -8,6 +8,7 @@ import pytest
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
 from kvtier.tier.disk.base import PartFailure, PartRead, PartStore, PartWrite
+from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import PAGE_BYTES, aligned_buffer
 from kvtier.tier.disk.segment_store import SegmentStore
 
@@ -24,7 +25,12 @@ def keys(count: int, first: int = 0) -> list[bytes]:
 
 class TestOnThreads(PartStoreSuite):
     def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
-        return open_store(path, capacity_bytes)
+        return open_store(path, capacity_bytes, io=make_io("threads"))
+
+
+class TestOnRing(PartStoreSuite):
+    def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
+        return open_store(path, capacity_bytes, io=make_io("ring"))
 
 
 class TestSynced(PartStoreSuite):

@@ -55,9 +55,9 @@ from kvtier.tier.disk.base import (
     Transfer,
 )
 from kvtier.tier.disk.catalog import Catalog, CatalogCorruptError, CatalogRow
+from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
 from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for
-from kvtier.tier.disk.threads import ThreadIO
 
 FORMAT = "kvtier-segments"
 FORMAT_VERSION = 1
@@ -163,6 +163,8 @@ class SegmentStore(PartStore):
         durability: what a success promises, see the module's text.
         free_bytes_min: the filesystem keeps at least this much free; writes that need new room then fail as NO_SPACE.
         io: the engine to use, closed with the store; by default the best that works here.
+        iodepth: most operations in flight, for the default engine.
+        arena: memory that most buffers lie in, registered with the engine where it can be.
         read_only: join a store that another process owns: reads alone, and its changes are seen.
         segment_bytes: longest segment file; by default a 32nd of the capacity, at least 1 GiB.
         direct: ask for O_DIRECT. Where the filesystem refuses it, I/O is buffered: see `direct_io`.
@@ -171,6 +173,7 @@ class SegmentStore(PartStore):
     Attributes:
         directory: where its files are.
         direct_io: whether the page cache is bypassed.
+        arena_registered_reason: why the arena is not registered with the kernel, empty where it is.
         notes: what was found and done at opening that an operator should know.
 
     Raises:
@@ -189,6 +192,7 @@ class SegmentStore(PartStore):
         rank: int = 0,
         io: IOEngine | None = None,
         iodepth: int = 16,
+        arena: memoryview | None = None,
         read_only: bool = False,
         segment_bytes: int | None = None,
         grow_bytes: int = 64 << 20,
@@ -243,7 +247,9 @@ class SegmentStore(PartStore):
         except BaseException:
             self._let_go()
             raise
-        self._io = io or ThreadIO(iodepth=iodepth)
+        self._io = io or make_io(iodepth=iodepth)
+        self._segments.attach(self._io)
+        self.arena_registered_reason = self._io.register_memory(arena) if arena is not None else "no arena was given"
         self._on_read = self._reads_ended
         self._on_write = self._writes_ended
         self._keeper: threading.Thread | None = None

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
-from kvtier.tier.disk.io import PAGE_BYTES
+from kvtier.tier.disk.io import PAGE_BYTES, IOEngine
 
 SEGMENT_NAME = re.compile(r"seg_([0-9a-f]{8})_([0-9]+)\.kv")
 _PUNCH_HOLE_KEEP_SIZE = 3
@@ -132,6 +132,18 @@ class Segments:
         self._flags = (os.O_RDONLY if read_only else os.O_RDWR) | open_flags | os.O_CLOEXEC
         self._read_only = read_only
         self._next_number = 0
+        self._io: IOEngine | None = None
+
+    def attach(self, io: IOEngine) -> None:
+        """Have `io` know the files that are open, and those to come."""
+        self._io = io
+        for segment in self.by_number.values():
+            io.register_file(segment.fd)
+
+    def _close_file(self, segment: Segment) -> None:
+        if self._io is not None:
+            self._io.forget_file(segment.fd)
+        os.close(segment.fd)
 
     # -- at start
 
@@ -247,6 +259,8 @@ class Segments:
         path = self.directory / segment_name(number, slot_bytes)
         fd = os.open(path, self._flags | os.O_CREAT | os.O_EXCL, 0o644)
         segment = Segment(number, slot_bytes, max(1, self.segment_bytes // slot_bytes), fd, path)
+        if self._io is not None:
+            self._io.register_file(fd)
         with self._lock:
             self.by_number[number] = segment
             self.by_class.setdefault(slot_bytes, []).append(segment)
@@ -291,7 +305,7 @@ class Segments:
                 del self.by_number[segment.number]
         if empty:
             segment.path.unlink(missing_ok=True)
-            os.close(segment.fd)
+            self._close_file(segment)
         else:
             refused = self._make_bare(segment, slots)
             if refused:
@@ -331,7 +345,7 @@ class Segments:
         return []
 
     def _remove(self, segment: Segment) -> None:
-        os.close(segment.fd)
+        self._close_file(segment)
         segment.path.unlink(missing_ok=True)
         del self.by_number[segment.number]
         self.by_class[segment.slot_bytes].remove(segment)
