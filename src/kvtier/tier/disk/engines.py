@@ -36,6 +36,8 @@ def make_io(
         from kvtier.tier.disk.ring import RingIO, RingUnavailableError
     except ImportError as exception:
         why = f"numba is not installed ({exception}): pip install 'kvtier[ring]'"
+    except RuntimeError as exception:
+        why = f"numba cannot keep what it compiles ({exception}): set NUMBA_CACHE_DIR to a writable directory"
     else:
         try:
             return RingIO(

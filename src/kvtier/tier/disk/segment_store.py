@@ -33,15 +33,15 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
-
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.record.envelope import HEAD_BYTES_MAX, Identity
 from kvtier.tier.disk.base import (
     Key,
     Lane,
@@ -54,16 +54,16 @@ from kvtier.tier.disk.base import (
     PartWrite,
     Transfer,
 )
-from kvtier.tier.disk.catalog import Catalog, CatalogCorruptError, CatalogRow
+from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
+from kvtier.tier.disk.rebuild import scan_segments, signed_hash
 from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for
 
 FORMAT = "kvtier-segments"
 FORMAT_VERSION = 1
 FORMAT_NAME = "format.json"
 LOCK_NAME = "lock"
-HEAD_BYTES = 512
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
 
@@ -148,6 +148,7 @@ class SegmentStats:
     writes_failed: int
     reads_failed: int
     parts_corrupt: int
+    keys_differed: int
     commits: int
     callbacks_failed: int
 
@@ -169,6 +170,7 @@ class SegmentStore(PartStore):
         segment_bytes: longest segment file; by default a 32nd of the capacity, at least 1 GiB.
         direct: ask for O_DIRECT. Where the filesystem refuses it, I/O is buffered: see `direct_io`.
         commit_pause_s: gather commits for this long when writes come in a row; 0 commits as soon as the keeper is free.
+        part_key: the name under which a sealed part was written, to rebuild a lost catalog; its envelope's key by default.
 
     Attributes:
         directory: where its files are.
@@ -198,6 +200,7 @@ class SegmentStore(PartStore):
         grow_bytes: int = 64 << 20,
         direct: bool = True,
         commit_pause_s: float = 0.0,
+        part_key: Callable[[Identity], Key] = lambda identity: identity.key,
     ) -> None:
         if durability not in ("none", "flush", "sync"):
             raise ConfigError(f"durability is {durability!r}: use none, flush or sync")
@@ -212,6 +215,7 @@ class SegmentStore(PartStore):
         self._read_only = read_only
         self._durability: Durability = durability
         self._commit_pause_s = commit_pause_s
+        self._part_key = part_key
         self._capacity_bytes = capacity_bytes
         self.directory = Path(path) / namespace.hex() / f"rank_{rank}"
         _check_root(Path(path), read_only=read_only)
@@ -234,11 +238,21 @@ class SegmentStore(PartStore):
         self._stop = False
         self._reset_to: int | None = None
         self._reset_error = ""
+        self._orders: deque[Callable[[], None]] = deque()
         self._stuck = False
         self._next_id = 1
         self._used = 1
         self._counts = dict.fromkeys(
-            ("written_bytes", "read_bytes", "writes_failed", "reads_failed", "parts_corrupt", "commits"), 0
+            (
+                "written_bytes",
+                "read_bytes",
+                "writes_failed",
+                "reads_failed",
+                "parts_corrupt",
+                "keys_differed",
+                "commits",
+            ),
+            0,
         )
         self._callbacks_failed = 0
         self._lock_fd = -1
@@ -256,6 +270,7 @@ class SegmentStore(PartStore):
         if not read_only:
             self._keeper = threading.Thread(target=self._keep, name="kvtier-disk-keeper", daemon=True)
             self._keeper.start()
+        _alive.add(self)
 
     # -- opening
 
@@ -295,12 +310,55 @@ class SegmentStore(PartStore):
             open_flags=os.O_DIRECT if self.direct_io else 0,
             read_only=self._read_only,
         )
+        found = find_segments(self.directory)
+        known = (self.directory / CATALOG_NAME).exists()
+        for number, slot_bytes, segment_path in found:
+            self._segments.adopt(number, slot_bytes, segment_path)
+        try:
+            if found and not known:
+                raise CatalogCorruptError(f"{self.directory / CATALOG_NAME} is missing beside segments")
+            self._open_catalog()
+        except CatalogCorruptError as exception:
+            if self._read_only:
+                raise StoreUnavailableError(
+                    f"{exception}: its owner rebuilds it when it opens the store"
+                ) from exception
+            self._rebuild(str(exception), namespace, rank)
+
+    def _open_catalog(self) -> None:
         self._catalog = Catalog(self.directory, self._durability, read_only=self._read_only)
-        for number, slot_bytes, path in find_segments(self.directory):
-            self._segments.adopt(number, slot_bytes, path)
         if not self._read_only and self._catalog.generation() < self._generation:
             self._catalog.reset(self._generation, self._durability)
         self._load()
+
+    def _rebuild(self, why: str, namespace: bytes, rank: int) -> None:
+        """Make a new catalog from the heads of what lies in the segments.
+
+        Parts that were deleted and not yet overwritten come back: they are sound, and their bytes are verified on read like all others. What
+        was never sealed (see `kvtier.record`) cannot come back.
+        """
+        if getattr(self, "_catalog", None) is not None:
+            self._catalog.close()
+        self._index.clear()
+        kept = ""
+        if (self.directory / CATALOG_NAME).exists():
+            kept = f"; the damaged one is kept as {set_aside(self.directory).name}"
+        rows = scan_segments(self._segments, namespace, rank, self._generation, self._part_key)
+        catalog = Catalog(self.directory, self._durability)
+        try:
+            catalog.reset(self._generation, self._durability)
+            catalog.commit(added=rows, removed=(), forced=True)
+        finally:
+            catalog.close()
+        self.notes.append(
+            f"the catalog was damaged or lost ({why}): {len(rows)} parts were found again in the segments' own envelopes{kept}"
+        )
+        try:
+            self._open_catalog()
+        except CatalogCorruptError as exception:
+            raise StoreUnavailableError(
+                f"{exception}, right after it was rebuilt: check the disk, or choose another path"
+            ) from exception
 
     def _load(self) -> None:
         """Fill the index from the catalog."""
@@ -360,6 +418,8 @@ class SegmentStore(PartStore):
             if thing is not None:
                 thing.close()
         if self._lock_fd >= 0:
+            # Said aloud, because a child that was forked and did not exec may hold the same open file.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -437,16 +497,17 @@ class SegmentStore(PartStore):
             return PartDone(part.key, PartFailure.IO, "the store was joined read-only")
         published = self._index.get(part.key)
         if published is not None:
-            if published.stored_bytes == size:
+            if published.stored_bytes == size and published.head_hash == _head_hash(part.buffer):
                 return PartDone(part.key)
+            self._counts["keys_differed"] += 1
             return PartDone(
                 part.key,
                 PartFailure.EXISTS_DIFFERENT,
-                f"{published.stored_bytes} bytes are stored under this key, {size} were given",
+                f"{published.stored_bytes} bytes are stored under this key, {size} others were given",
             )
         under_way = self._writing.get(part.key)
         if under_way is not None:
-            if under_way.part.buffer.nbytes == size:
+            if under_way.part.buffer.nbytes == size and under_way.head_hash == _head_hash(part.buffer):
                 under_way.owners.append(batch)
                 return None
             return PartDone(
@@ -617,6 +678,35 @@ class SegmentStore(PartStore):
                 self._idle.wait(remaining)
         return True
 
+    def compact(self, deadline_s: float = 60.0) -> int:
+        """Give back the disk of all slots that hold nothing, and of deleted rows, while reads and writes go on.
+
+        Returns the bytes that were given back. Raises StoreUnavailableError where that takes longer than `deadline_s` seconds.
+        """
+        if os.getpid() != self._pid or self._closing or self._read_only:
+            raise StoreUnavailableError(
+                f"{self.directory} is closed, joined read-only or a parent's: only its owner compacts it"
+            )
+        given_back = 0
+        ended = threading.Event()
+
+        def order() -> None:
+            nonlocal given_back
+            try:
+                given_back = self._segments.trim()
+                self._catalog.compact()
+            finally:
+                ended.set()
+
+        with self._lock:
+            self._orders.append(order)
+            self._wake.notify()
+        if not ended.wait(deadline_s):
+            raise StoreUnavailableError(
+                f"{self.directory} was not compacted within {deadline_s} s: its disk is slow or stuck"
+            )
+        return given_back
+
     def close(self, deadline_s: float) -> bool:
         if os.getpid() != self._pid:
             return True
@@ -774,7 +864,7 @@ class SegmentStore(PartStore):
                     self._idle.notify_all()
                     if not self._wake.wait(max(0.0, touch_at_s - time.monotonic()) if self._touched else None):
                         break
-                if self._stop and not (self._written or self._removed or self._reset_to is not None or self._waiting):
+                if self._stop and not (self._has_work() or self._waiting):
                     break
                 self._busy = True
             if self._commit_pause_s:
@@ -789,6 +879,12 @@ class SegmentStore(PartStore):
                 time.sleep(0.05)
         with contextlib.suppress(Exception):
             self._write_down_uses()
+
+    def _has_work(self) -> bool:
+        """Under the lock: whether the keeper has something to do."""
+        return bool(
+            self._written or self._removed or self._reset_to is not None or self._orders or self._has_startable()
+        )
 
     def _has_startable(self) -> bool:
         """Under the lock: whether the first waiting write may get on. One that waits for others' reads to end does not count."""
@@ -811,7 +907,10 @@ class SegmentStore(PartStore):
             self._commit(written, removed)
         if touch:
             self._write_down_uses()
+            self._segments.keep_floor()
         self._serve_waiting()
+        while self._orders:
+            self._orders.popleft()()
 
     def _make_reset_durable(self, generation: int) -> bool:
         error = ""
@@ -1005,6 +1104,20 @@ class SegmentStore(PartStore):
             self._catalog.commit(added=(), removed=(), used=uses)
 
 
+_alive: "weakref.WeakSet[SegmentStore]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Let go of inherited locks: else a child that outlives its parent would keep the next owner out."""
+    for store in list(_alive):
+        if store._lock_fd >= 0:
+            os.close(store._lock_fd)
+            store._lock_fd = -1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def _entry(row: CatalogRow, segment: Segment) -> _Entry:
     return _Entry(
         row.id,
@@ -1022,8 +1135,7 @@ def _entry(row: CatalogRow, segment: Segment) -> _Entry:
 def _head_hash(buffer: memoryview) -> int:
     """xxh3-64 of the last 512 bytes, as a signed number: enough to tell one sealed part from any other."""
     view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-    value = xxhash.xxh3_64_intdigest(view[-HEAD_BYTES:])
-    return value - (1 << 64) if value >= 1 << 63 else value
+    return signed_hash(view[-HEAD_BYTES_MAX:])
 
 
 def _check_root(path: Path, *, read_only: bool) -> None:

@@ -292,6 +292,12 @@ class Segments:
         with self._lock:
             return before - self.disk_bytes
 
+    def keep_floor(self) -> None:
+        """Give back ready slots where the filesystem has less free than it must keep."""
+        status = os.statvfs(self.directory)
+        if status.f_bavail * status.f_frsize < self.free_bytes_min:
+            self.trim()
+
     def _strip(self, segment: Segment, count: int) -> int:
         """Make up to `count` ready slots of one segment bare, the highest first. Returns how many."""
         with self._lock:
