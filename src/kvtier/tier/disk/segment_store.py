@@ -15,6 +15,7 @@ Invariants:
   whenever the process dies; and a reader in another process that finds its row unchanged after its read has read what the row means.
 - Room is counted in whole slots. What is published, in flight or waiting never exceeds the capacity, and neither does the disk that segments take. A
   removed part stops counting at once, so that a delete makes room for the next write; that write then waits, if it must, until the slot is free.
+- A store joined read-only asks the owner's catalog again after each read, and answers MISSING where the row is gone.
 - What was reset is gone: the new generation is durable before `reset` returns, and a read or write that was under way does not end as a success.
 
 What `durability` promises of a part whose `PartDone` was a success:
@@ -31,6 +32,7 @@ import errno
 import fcntl
 import json
 import os
+import sqlite3
 import threading
 import time
 import weakref
@@ -66,6 +68,8 @@ FORMAT_NAME = "format.json"
 LOCK_NAME = "lock"
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
+_NOTES_MAX = 64
+_REFRESH_PERIOD_S = 0.2
 
 Durability = Literal["none", "flush", "sync"]
 
@@ -240,6 +244,7 @@ class SegmentStore(PartStore):
         self._reset_error = ""
         self._orders: deque[Callable[[], None]] = deque()
         self._stuck = False
+        self._refreshed_s = 0.0
         self._next_id = 1
         self._used = 1
         self._counts = dict.fromkeys(
@@ -311,12 +316,13 @@ class SegmentStore(PartStore):
             read_only=self._read_only,
         )
         found = find_segments(self.directory)
-        known = (self.directory / CATALOG_NAME).exists()
+        catalog_path = self.directory / CATALOG_NAME
+        known = catalog_path.exists() and catalog_path.stat().st_size > 0
         for number, slot_bytes, segment_path in found:
             self._segments.adopt(number, slot_bytes, segment_path)
         try:
             if found and not known:
-                raise CatalogCorruptError(f"{self.directory / CATALOG_NAME} is missing beside segments")
+                raise CatalogCorruptError(f"{catalog_path} is missing or empty beside segments")
             self._open_catalog()
         except CatalogCorruptError as exception:
             if self._read_only:
@@ -423,6 +429,36 @@ class SegmentStore(PartStore):
             os.close(self._lock_fd)
             self._lock_fd = -1
 
+    # -- joined read-only
+
+    def _refresh(self, *, whole: bool) -> None:
+        """Under the lock: see what the owner did since. `whole` forgets what it removed, too."""
+        now_s = time.monotonic()
+        if not whole and now_s < self._refreshed_s + _REFRESH_PERIOD_S:
+            return
+        self._refreshed_s = now_s
+        try:
+            for number, slot_bytes, path in find_segments(self.directory):
+                self._segments.see(number, slot_bytes, path)
+            if whole:
+                self._index.clear()
+            newest = max((entry.id for entry in self._index.values()), default=0)
+            self._generation = self._catalog.generation()
+            for row in self._catalog.rows(0 if whole else newest):
+                segment = self._segments.by_number.get(row.segment)
+                if segment is not None and row.slot < segment.slots:
+                    self._index[row.key] = _entry(row, segment)
+        except (CatalogCorruptError, sqlite3.Error, OSError) as exception:
+            self._note(f"the owner's changes could not be read: {exception}")
+
+    def _still_there(self, entry: _Entry) -> bool:
+        """Whether the owner's catalog still has the row: then the slot was not written again before this moment."""
+        with self._lock:
+            try:
+                return self._catalog.place(entry.id) == (entry.segment.number, entry.slot, entry.key)
+            except sqlite3.Error:
+                return False
+
     # -- what callers see
 
     @property
@@ -438,6 +474,8 @@ class SegmentStore(PartStore):
         if os.getpid() != self._pid:
             return []
         with self._lock:
+            if self._read_only and not self._closing:
+                self._refresh(whole=True)
             entries = list(self._index.values())
         return [PartEntry(e.key, e.stored_bytes, e.depth_tokens, e.value_s_per_byte) for e in entries]
 
@@ -549,6 +587,8 @@ class SegmentStore(PartStore):
         reads: list[_Read] = []
         with self._lock:
             index = self._index
+            if self._read_only and any(part.key not in index for part in parts):
+                self._refresh(whole=False)
             for part in parts:
                 entry = index.pop(part.key, None)
                 if entry is None:
@@ -561,10 +601,11 @@ class SegmentStore(PartStore):
                     )
                     at_once.append(PartDone(part.key, PartFailure.SHORT, detail))
                     continue
-                self._used += 1
-                entry.used = self._used
                 entry.readers += 1
-                self._touched[entry.id] = entry
+                if not self._read_only:
+                    self._used += 1
+                    entry.used = self._used
+                    self._touched[entry.id] = entry
                 reads.append(_Read(part, batch, entry))
         jobs = [self._read_job(read, lane, deadline_s) for read in reads]
         batch.jobs = jobs
@@ -774,8 +815,12 @@ class SegmentStore(PartStore):
                 self._counts["read_bytes"] += job.moved_bytes
                 self._counts["reads_failed"] += done.failure is not None
             for entry in bad:
+                if self._read_only:
+                    if self._index.get(entry.key) is entry:
+                        del self._index[entry.key]
+                    continue
                 self._counts["parts_corrupt"] += 1
-                if not self._read_only and not entry.removed and self._index.get(entry.key) is entry:
+                if not entry.removed and self._index.get(entry.key) is entry:
                     del self._index[entry.key]
                     self._unpublish(entry)
                     self._wake.notify()
@@ -785,7 +830,7 @@ class SegmentStore(PartStore):
         """A read's result, and whether its entry can never serve again."""
         key = read.part.key
         entry = read.entry
-        if read.batch.generation != self._generation:
+        if not self._read_only and read.batch.generation != self._generation:
             return PartDone(key, PartFailure.MISSING, "the store was reset"), False
         if job.error == errno.ECANCELED:
             return PartDone(
@@ -795,6 +840,8 @@ class SegmentStore(PartStore):
             return PartDone(key, PartFailure.SHORT, f"{entry.segment.path} was cut short"), True
         if job.error:
             return PartDone(key, PartFailure.IO, f"{entry.segment.path}: {error_text(job.error)}"), False
+        if self._read_only and not self._still_there(entry):
+            return PartDone(key, PartFailure.MISSING, "the store's owner removed it meanwhile"), True
         if read.bounce is not None:
             read.part.buffer.cast("B")[:] = read.bounce[: read.part.buffer.nbytes]
         if _head_hash(read.part.buffer) != entry.head_hash:
@@ -857,12 +904,10 @@ class SegmentStore(PartStore):
         touch_at_s = time.monotonic() + _TOUCH_PERIOD_S
         while True:
             with self._lock:
-                while not (
-                    self._written or self._removed or self._reset_to is not None or self._has_startable() or self._stop
-                ):
+                while not (self._has_work() or self._stop):
                     self._busy = False
                     self._idle.notify_all()
-                    if not self._wake.wait(max(0.0, touch_at_s - time.monotonic()) if self._touched else None):
+                    if not self._wake.wait(max(0.0, touch_at_s - time.monotonic())):
                         break
                 if self._stop and not (self._has_work() or self._waiting):
                     break
@@ -875,7 +920,7 @@ class SegmentStore(PartStore):
                     touch_at_s = time.monotonic() + _TOUCH_PERIOD_S
                 self._turn(touch=touch)
             except Exception as exception:  # noqa: BLE001 - the keeper outlives every fault of the disk
-                self.notes.append(f"the keeper met {type(exception).__name__}: {exception}")
+                self._note(f"the keeper met {type(exception).__name__}: {exception}")
                 time.sleep(0.05)
         with contextlib.suppress(Exception):
             self._write_down_uses()
@@ -993,7 +1038,7 @@ class SegmentStore(PartStore):
         with self._lock:
             self._writes_open -= len(written)
         if error:
-            self.notes.append(error)
+            self._note(error)
             time.sleep(0.05)
 
     def _publish(self, write: _Write, entry: _Entry) -> None:
@@ -1095,6 +1140,12 @@ class SegmentStore(PartStore):
         self._writes_open -= 1
         self._counts["writes_failed"] += 1
         outcome += [(owner, PartDone(write.part.key, write.failure, write.detail)) for owner in write.owners]
+
+    def _note(self, text: str) -> None:
+        """Say it once, and bounded: a fault that stays would else fill the memory."""
+        if text not in self.notes[-_NOTES_MAX:]:
+            self.notes.append(text)
+            del self.notes[:-_NOTES_MAX]
 
     def _write_down_uses(self) -> None:
         with self._lock:

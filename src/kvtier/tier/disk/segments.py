@@ -155,7 +155,21 @@ class Segments:
         self.by_number[number] = segment
         self.by_class.setdefault(slot_bytes, []).append(segment)
         self._next_number = max(self._next_number, number + 1)
+        if self._io is not None:
+            self._io.register_file(fd)
         return segment
+
+    def see(self, number: int, slot_bytes: int, path: Path) -> None:
+        """For a reader of another's files: open a segment that is new, and note how far a known one has grown."""
+        segment = self.by_number.get(number)
+        if segment is not None:
+            mine, theirs = os.fstat(segment.fd), path.stat()
+            if (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino):
+                segment.slots = mine.st_size // slot_bytes
+                return
+            # The number was given to another file. Reads under way may still use the old one: it stays open.
+            del self.by_number[number]
+        self.adopt(number, slot_bytes, path)
 
     def settle(self, taken: dict[int, set[int]]) -> None:
         """Sort every slot into its state, given those `taken`, by segment number. Files without one are removed."""
