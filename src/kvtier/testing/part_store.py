@@ -172,7 +172,7 @@ class PartStoreSuite:
         guard = threading.Lock()
 
         def client(index: int) -> None:
-            parts = self.parts(30, first=20 * index)  # neighbours share ten keys, with other bytes of the same length
+            parts = self.parts(30, first=20 * index)  # neighbours share ten keys
             waiter, reads = Waiter(30), Waiter(30)
             store.submit_write([PartWrite(key, buffer) for key, buffer in parts.items()], waiter)
             store.submit_read([PartRead(key, aligned_buffer(self.part_bytes)) for key in parts], reads)

@@ -1,13 +1,17 @@
 """The segment store on real files."""
 
 import os
+import signal
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
 from kvtier.tier.disk.base import PartFailure, PartRead, PartStore, PartWrite
+from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import PAGE_BYTES, aligned_buffer
 from kvtier.tier.disk.segment_store import SegmentStore
 
@@ -24,7 +28,12 @@ def keys(count: int, first: int = 0) -> list[bytes]:
 
 class TestOnThreads(PartStoreSuite):
     def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
-        return open_store(path, capacity_bytes)
+        return open_store(path, capacity_bytes, io=make_io("threads"))
+
+
+class TestOnRing(PartStoreSuite):
+    def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
+        return open_store(path, capacity_bytes, io=make_io("ring"))
 
 
 class TestSynced(PartStoreSuite):
@@ -288,3 +297,136 @@ def test_a_forked_child_cannot_use_or_harm_its_parents_store(tmp_path: Path) -> 
     with pytest.raises(StoreUnavailableError, match="in use"):
         open_store(tmp_path)
     assert store.close(WAIT_S)
+
+
+def test_a_reader_joins_and_follows_its_owner(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailableError, match="no store to join"):
+        open_store(tmp_path, read_only=True)
+    owner = open_store(tmp_path)
+    first = {key: pattern(index, PAGE_BYTES) for index, key in enumerate(keys(4))}
+    write_parts(owner, first)
+    reader = open_store(tmp_path, read_only=True)
+    for key, payload in first.items():
+        assert read_part(reader, key, PAGE_BYTES) == (None, bytes(payload))
+    # New parts, of a new size, are seen.
+    large_key, large = keys(1, 50)[0], pattern(9, 8 * PAGE_BYTES)
+    write_parts(owner, {large_key: large})
+    assert {entry.key for entry in reader.entries()} == {*first, large_key}
+    assert read_part(reader, large_key, 8 * PAGE_BYTES) == (None, bytes(large))
+    # Removed ones are not served, even though the reader still knows them and their slots hold others by now.
+    owner.delete(list(first))
+    assert owner.flush(WAIT_S)
+    write_parts(owner, {key: pattern(77, PAGE_BYTES) for key in keys(4, 100)})
+    assert [read_part(reader, key, PAGE_BYTES)[0] for key in first] == [PartFailure.MISSING] * 4
+    owner.reset(4)
+    assert list(reader.entries()) == []
+    assert reader.generation == 4
+    # It changes nothing.
+    assert set(write_parts(reader, first).values()) == {PartFailure.IO}
+    with pytest.raises(StoreUnavailableError, match="read-only"):
+        reader.reset(9)
+    assert reader.close(WAIT_S)
+    assert owner.close(WAIT_S)
+
+
+def sealed(key: bytes, seed: int, pages: int, generation: int = 0) -> memoryview:
+    slot = pattern(seed, pages * PAGE_BYTES)
+    seal_slot(slot, Identity(NAMESPACE, key, generation), pages * PAGE_BYTES - 512)
+    return slot
+
+
+def test_a_corrupt_catalog_is_rebuilt_from_envelopes_and_says_so(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    parts = {key: sealed(key, index, 1 + index % 3) for index, key in enumerate(keys(30))}
+    write_parts(store, parts)
+    store.close(WAIT_S)
+    path = store.directory / "catalog.sqlite"
+    for damage in (b"", b"not a database at all" * 999, path.read_bytes()[:4096] + os.urandom(8192)):
+        path.write_bytes(damage)
+        store = open_store(tmp_path)
+        assert any("damaged or lost" in note and "30 parts" in note for note in store.notes), store.notes
+        assert {entry.key for entry in store.entries()} == set(parts)
+        for key, payload in parts.items():
+            failure, found = read_part(store, key, len(payload))
+            assert failure is None
+            open_slot(found, Identity(NAMESPACE, key), None)
+        assert store.close(WAIT_S)
+    path.unlink()
+    store = open_store(tmp_path)
+    assert len(store) == 30
+    store.close(WAIT_S)
+
+
+def test_a_rebuild_brings_back_nothing_of_an_older_generation(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: sealed(key, 1, 1) for key in keys(6)})
+    store.reset(2)
+    late = {key: sealed(key, 2, 1, generation=2) for key in keys(2, 50)}
+    write_parts(store, late)
+    store.close(WAIT_S)
+    (store.directory / "catalog.sqlite").write_bytes(b"junk" * 4096)
+    store = open_store(tmp_path)
+    assert {entry.key for entry in store.entries()} == set(late)
+    assert store.generation == 2
+    store.close(WAIT_S)
+
+
+def test_two_rows_for_one_slot_are_corruption(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(3))})
+    store.close(WAIT_S)
+    with sqlite3.connect(store.directory / "catalog.sqlite") as database:
+        database.execute("UPDATE parts SET slot = 0")
+    store = open_store(tmp_path)
+    assert any("two rows claim" in note for note in store.notes)
+    assert len(store) == 3
+    store.close(WAIT_S)
+
+
+def test_a_catalog_of_another_version_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.close(WAIT_S)
+    with sqlite3.connect(store.directory / "catalog.sqlite") as database:
+        database.execute("PRAGMA user_version=7")
+    with pytest.raises(StoreUnavailableError, match="version 7, this kvtier reads version 1"):
+        open_store(tmp_path)
+
+
+def test_compact_gives_back_disk_while_in_use(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 256 * PAGE_BYTES)
+    parts = {key: pattern(index, PAGE_BYTES) for index, key in enumerate(keys(200))}
+    write_parts(store, parts)
+    before = store.stats().disk_bytes
+    store.delete(keys(200)[::2] + keys(50, 150))
+    assert store.flush(WAIT_S)
+    given_back = store.compact()
+    stats = store.stats()
+    assert stats.disk_bytes == stats.used_bytes == 75 * PAGE_BYTES
+    assert given_back == before - stats.disk_bytes
+    for key in keys(150)[1::2]:
+        assert read_part(store, key, PAGE_BYTES) == (None, bytes(parts[key]))
+    store.delete(keys(200))
+    assert store.flush(WAIT_S)
+    store.compact()
+    assert store.stats().disk_bytes == 0
+    assert not list(store.directory.glob("seg_*"))
+    assert set(write_parts(store, parts).values()) == {None}
+    store.close(WAIT_S)
+
+
+def test_a_child_does_not_keep_the_path_locked_after_its_parent(tmp_path: Path) -> None:
+    """A process that forked and died must not leave its child holding the lock."""
+    ready, started = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        open_store(tmp_path, io=make_io("threads"))
+        if os.fork() == 0:
+            os.write(started, b"%10d" % os.getpid())
+            signal.pause()
+        os._exit(0)
+    os.waitpid(middle, 0)
+    orphan = int(os.read(ready, 10))
+    try:
+        open_store(tmp_path).close(WAIT_S)
+    finally:
+        os.kill(orphan, signal.SIGKILL)

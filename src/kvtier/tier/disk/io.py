@@ -41,7 +41,7 @@ class Op(IntEnum):
     UNLINK = 8
     MKDIR = 9
     FALLOCATE = 10
-    STAT_SIZE = 11
+    STAT = 11
 
 
 @dataclass(slots=True)
@@ -55,10 +55,10 @@ class Step:
         buffer: bytes to write, or room to fill; its whole length is meant. On a file opened with O_DIRECT its address, its length
             and `offset` are multiples of 4,096.
         address: of the buffer's first byte.
-        path: file or directory named, for OPEN, LINK (existing), RENAME (old), UNLINK, MKDIR, STAT_SIZE.
+        path: file or directory named, for OPEN, LINK (existing), RENAME (old), UNLINK, MKDIR, STAT.
         path_to: the new name, for LINK and RENAME.
         flags: for OPEN as in `os.open`; for FALLOCATE its mode.
-        length: bytes, for FALLOCATE; for STAT_SIZE the size that the file must have.
+        length: bytes, for FALLOCATE; for STAT the size that the file must have, or -1 for any.
         tolerated: errno values that count as success.
         always: do it even if an earlier step failed (a CLOSE is skipped where nothing was opened).
     """
@@ -87,7 +87,7 @@ class Job:
         tag: the submitter's own.
         error: 0, or errno of the first step that failed; ECANCELED for a job given up before it started.
         failed_step: index of that step.
-        moved_bytes: of all READ and WRITE steps together.
+        moved_bytes: of all READ and WRITE steps together; after a STAT, the file's size.
     """
 
     steps: tuple[Step, ...]
@@ -126,6 +126,14 @@ class IOEngine(ABC):
     def register_memory(self, view: memoryview) -> str:
         """Tell the engine of memory that most buffers lie in. Empty where that made I/O cheaper, else why it did not."""
         return f"the {self.name} engine has no use for it"
+
+    def register_file(self, fd: int) -> None:
+        """Tell the engine of an open file that many steps will name."""
+        return
+
+    def forget_file(self, fd: int) -> None:
+        """That file will be closed; nothing is queued or under way on it."""
+        return
 
     @abstractmethod
     def in_flight(self) -> int:

@@ -15,6 +15,7 @@ Invariants:
   whenever the process dies; and a reader in another process that finds its row unchanged after its read has read what the row means.
 - Room is counted in whole slots. What is published, in flight or waiting never exceeds the capacity, and neither does the disk that segments take. A
   removed part stops counting at once, so that a delete makes room for the next write; that write then waits, if it must, until the slot is free.
+- A store joined read-only asks the owner's catalog again after each read, and answers MISSING where the row is gone.
 - What was reset is gone: the new generation is durable before `reset` returns, and a read or write that was under way does not end as a success.
 
 What `durability` promises of a part whose `PartDone` was a success:
@@ -31,17 +32,18 @@ import errno
 import fcntl
 import json
 import os
+import sqlite3
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
-
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.record.envelope import HEAD_BYTES_MAX, Identity
 from kvtier.tier.disk.base import (
     Key,
     Lane,
@@ -54,18 +56,20 @@ from kvtier.tier.disk.base import (
     PartWrite,
     Transfer,
 )
-from kvtier.tier.disk.catalog import Catalog, CatalogCorruptError, CatalogRow
+from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
+from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
+from kvtier.tier.disk.rebuild import scan_segments, signed_hash
 from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for
-from kvtier.tier.disk.threads import ThreadIO
 
 FORMAT = "kvtier-segments"
 FORMAT_VERSION = 1
 FORMAT_NAME = "format.json"
 LOCK_NAME = "lock"
-HEAD_BYTES = 512
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
+_NOTES_MAX = 64
+_REFRESH_PERIOD_S = 0.2
 
 Durability = Literal["none", "flush", "sync"]
 
@@ -148,6 +152,7 @@ class SegmentStats:
     writes_failed: int
     reads_failed: int
     parts_corrupt: int
+    keys_differed: int
     commits: int
     callbacks_failed: int
 
@@ -163,14 +168,18 @@ class SegmentStore(PartStore):
         durability: what a success promises, see the module's text.
         free_bytes_min: the filesystem keeps at least this much free; writes that need new room then fail as NO_SPACE.
         io: the engine to use, closed with the store; by default the best that works here.
+        iodepth: most operations in flight, for the default engine.
+        arena: memory that most buffers lie in, registered with the engine where it can be.
         read_only: join a store that another process owns: reads alone, and its changes are seen.
         segment_bytes: longest segment file; by default a 32nd of the capacity, at least 1 GiB.
         direct: ask for O_DIRECT. Where the filesystem refuses it, I/O is buffered: see `direct_io`.
         commit_pause_s: gather commits for this long when writes come in a row; 0 commits as soon as the keeper is free.
+        part_key: the name under which a sealed part was written, to rebuild a lost catalog; its envelope's key by default.
 
     Attributes:
         directory: where its files are.
         direct_io: whether the page cache is bypassed.
+        arena_registered_reason: why the arena is not registered with the kernel, empty where it is.
         notes: what was found and done at opening that an operator should know.
 
     Raises:
@@ -189,11 +198,13 @@ class SegmentStore(PartStore):
         rank: int = 0,
         io: IOEngine | None = None,
         iodepth: int = 16,
+        arena: memoryview | None = None,
         read_only: bool = False,
         segment_bytes: int | None = None,
         grow_bytes: int = 64 << 20,
         direct: bool = True,
         commit_pause_s: float = 0.0,
+        part_key: Callable[[Identity], Key] = lambda identity: identity.key,
     ) -> None:
         if durability not in ("none", "flush", "sync"):
             raise ConfigError(f"durability is {durability!r}: use none, flush or sync")
@@ -208,6 +219,7 @@ class SegmentStore(PartStore):
         self._read_only = read_only
         self._durability: Durability = durability
         self._commit_pause_s = commit_pause_s
+        self._part_key = part_key
         self._capacity_bytes = capacity_bytes
         self.directory = Path(path) / namespace.hex() / f"rank_{rank}"
         _check_root(Path(path), read_only=read_only)
@@ -230,11 +242,22 @@ class SegmentStore(PartStore):
         self._stop = False
         self._reset_to: int | None = None
         self._reset_error = ""
+        self._orders: deque[Callable[[], None]] = deque()
         self._stuck = False
+        self._refreshed_s = 0.0
         self._next_id = 1
         self._used = 1
         self._counts = dict.fromkeys(
-            ("written_bytes", "read_bytes", "writes_failed", "reads_failed", "parts_corrupt", "commits"), 0
+            (
+                "written_bytes",
+                "read_bytes",
+                "writes_failed",
+                "reads_failed",
+                "parts_corrupt",
+                "keys_differed",
+                "commits",
+            ),
+            0,
         )
         self._callbacks_failed = 0
         self._lock_fd = -1
@@ -243,13 +266,16 @@ class SegmentStore(PartStore):
         except BaseException:
             self._let_go()
             raise
-        self._io = io or ThreadIO(iodepth=iodepth)
+        self._io = io or make_io(iodepth=iodepth)
+        self._segments.attach(self._io)
+        self.arena_registered_reason = self._io.register_memory(arena) if arena is not None else "no arena was given"
         self._on_read = self._reads_ended
         self._on_write = self._writes_ended
         self._keeper: threading.Thread | None = None
         if not read_only:
             self._keeper = threading.Thread(target=self._keep, name="kvtier-disk-keeper", daemon=True)
             self._keeper.start()
+        _alive.add(self)
 
     # -- opening
 
@@ -289,12 +315,56 @@ class SegmentStore(PartStore):
             open_flags=os.O_DIRECT if self.direct_io else 0,
             read_only=self._read_only,
         )
+        found = find_segments(self.directory)
+        catalog_path = self.directory / CATALOG_NAME
+        known = catalog_path.exists() and catalog_path.stat().st_size > 0
+        for number, slot_bytes, segment_path in found:
+            self._segments.adopt(number, slot_bytes, segment_path)
+        try:
+            if found and not known:
+                raise CatalogCorruptError(f"{catalog_path} is missing or empty beside segments")
+            self._open_catalog()
+        except CatalogCorruptError as exception:
+            if self._read_only:
+                raise StoreUnavailableError(
+                    f"{exception}: its owner rebuilds it when it opens the store"
+                ) from exception
+            self._rebuild(str(exception), namespace, rank)
+
+    def _open_catalog(self) -> None:
         self._catalog = Catalog(self.directory, self._durability, read_only=self._read_only)
-        for number, slot_bytes, path in find_segments(self.directory):
-            self._segments.adopt(number, slot_bytes, path)
         if not self._read_only and self._catalog.generation() < self._generation:
             self._catalog.reset(self._generation, self._durability)
         self._load()
+
+    def _rebuild(self, why: str, namespace: bytes, rank: int) -> None:
+        """Make a new catalog from the heads of what lies in the segments.
+
+        Parts that were deleted and not yet overwritten come back: they are sound, and their bytes are verified on read like all others. What
+        was never sealed (see `kvtier.record`) cannot come back.
+        """
+        if getattr(self, "_catalog", None) is not None:
+            self._catalog.close()
+        self._index.clear()
+        kept = ""
+        if (self.directory / CATALOG_NAME).exists():
+            kept = f"; the damaged one is kept as {set_aside(self.directory).name}"
+        rows = scan_segments(self._segments, namespace, rank, self._generation, self._part_key)
+        catalog = Catalog(self.directory, self._durability)
+        try:
+            catalog.reset(self._generation, self._durability)
+            catalog.commit(added=rows, removed=(), forced=True)
+        finally:
+            catalog.close()
+        self.notes.append(
+            f"the catalog was damaged or lost ({why}): {len(rows)} parts were found again in the segments' own envelopes{kept}"
+        )
+        try:
+            self._open_catalog()
+        except CatalogCorruptError as exception:
+            raise StoreUnavailableError(
+                f"{exception}, right after it was rebuilt: check the disk, or choose another path"
+            ) from exception
 
     def _load(self) -> None:
         """Fill the index from the catalog."""
@@ -354,8 +424,40 @@ class SegmentStore(PartStore):
             if thing is not None:
                 thing.close()
         if self._lock_fd >= 0:
+            # Said aloud, because a child that was forked and did not exec may hold the same open file.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    # -- joined read-only
+
+    def _refresh(self, *, whole: bool) -> None:
+        """Under the lock: see what the owner did since. `whole` forgets what it removed, too."""
+        now_s = time.monotonic()
+        if not whole and now_s < self._refreshed_s + _REFRESH_PERIOD_S:
+            return
+        self._refreshed_s = now_s
+        try:
+            for number, slot_bytes, path in find_segments(self.directory):
+                self._segments.see(number, slot_bytes, path)
+            if whole:
+                self._index.clear()
+            newest = max((entry.id for entry in self._index.values()), default=0)
+            self._generation = self._catalog.generation()
+            for row in self._catalog.rows(0 if whole else newest):
+                segment = self._segments.by_number.get(row.segment)
+                if segment is not None and row.slot < segment.slots:
+                    self._index[row.key] = _entry(row, segment)
+        except (CatalogCorruptError, sqlite3.Error, OSError) as exception:
+            self._note(f"the owner's changes could not be read: {exception}")
+
+    def _still_there(self, entry: _Entry) -> bool:
+        """Whether the owner's catalog still has the row: then the slot was not written again before this moment."""
+        with self._lock:
+            try:
+                return self._catalog.place(entry.id) == (entry.segment.number, entry.slot, entry.key)
+            except sqlite3.Error:
+                return False
 
     # -- what callers see
 
@@ -372,6 +474,8 @@ class SegmentStore(PartStore):
         if os.getpid() != self._pid:
             return []
         with self._lock:
+            if self._read_only and not self._closing:
+                self._refresh(whole=True)
             entries = list(self._index.values())
         return [PartEntry(e.key, e.stored_bytes, e.depth_tokens, e.value_s_per_byte) for e in entries]
 
@@ -431,16 +535,17 @@ class SegmentStore(PartStore):
             return PartDone(part.key, PartFailure.IO, "the store was joined read-only")
         published = self._index.get(part.key)
         if published is not None:
-            if published.stored_bytes == size:
+            if published.stored_bytes == size and published.head_hash == _head_hash(part.buffer):
                 return PartDone(part.key)
+            self._counts["keys_differed"] += 1
             return PartDone(
                 part.key,
                 PartFailure.EXISTS_DIFFERENT,
-                f"{published.stored_bytes} bytes are stored under this key, {size} were given",
+                f"{published.stored_bytes} bytes are stored under this key, {size} others were given",
             )
         under_way = self._writing.get(part.key)
         if under_way is not None:
-            if under_way.part.buffer.nbytes == size:
+            if under_way.part.buffer.nbytes == size and under_way.head_hash == _head_hash(part.buffer):
                 under_way.owners.append(batch)
                 return None
             return PartDone(
@@ -482,6 +587,8 @@ class SegmentStore(PartStore):
         reads: list[_Read] = []
         with self._lock:
             index = self._index
+            if self._read_only and any(part.key not in index for part in parts):
+                self._refresh(whole=False)
             for part in parts:
                 entry = index.pop(part.key, None)
                 if entry is None:
@@ -494,10 +601,11 @@ class SegmentStore(PartStore):
                     )
                     at_once.append(PartDone(part.key, PartFailure.SHORT, detail))
                     continue
-                self._used += 1
-                entry.used = self._used
                 entry.readers += 1
-                self._touched[entry.id] = entry
+                if not self._read_only:
+                    self._used += 1
+                    entry.used = self._used
+                    self._touched[entry.id] = entry
                 reads.append(_Read(part, batch, entry))
         jobs = [self._read_job(read, lane, deadline_s) for read in reads]
         batch.jobs = jobs
@@ -611,6 +719,35 @@ class SegmentStore(PartStore):
                 self._idle.wait(remaining)
         return True
 
+    def compact(self, deadline_s: float = 60.0) -> int:
+        """Give back the disk of all slots that hold nothing, and of deleted rows, while reads and writes go on.
+
+        Returns the bytes that were given back. Raises StoreUnavailableError where that takes longer than `deadline_s` seconds.
+        """
+        if os.getpid() != self._pid or self._closing or self._read_only:
+            raise StoreUnavailableError(
+                f"{self.directory} is closed, joined read-only or a parent's: only its owner compacts it"
+            )
+        given_back = 0
+        ended = threading.Event()
+
+        def order() -> None:
+            nonlocal given_back
+            try:
+                given_back = self._segments.trim()
+                self._catalog.compact()
+            finally:
+                ended.set()
+
+        with self._lock:
+            self._orders.append(order)
+            self._wake.notify()
+        if not ended.wait(deadline_s):
+            raise StoreUnavailableError(
+                f"{self.directory} was not compacted within {deadline_s} s: its disk is slow or stuck"
+            )
+        return given_back
+
     def close(self, deadline_s: float) -> bool:
         if os.getpid() != self._pid:
             return True
@@ -678,8 +815,12 @@ class SegmentStore(PartStore):
                 self._counts["read_bytes"] += job.moved_bytes
                 self._counts["reads_failed"] += done.failure is not None
             for entry in bad:
+                if self._read_only:
+                    if self._index.get(entry.key) is entry:
+                        del self._index[entry.key]
+                    continue
                 self._counts["parts_corrupt"] += 1
-                if not self._read_only and not entry.removed and self._index.get(entry.key) is entry:
+                if not entry.removed and self._index.get(entry.key) is entry:
                     del self._index[entry.key]
                     self._unpublish(entry)
                     self._wake.notify()
@@ -689,7 +830,7 @@ class SegmentStore(PartStore):
         """A read's result, and whether its entry can never serve again."""
         key = read.part.key
         entry = read.entry
-        if read.batch.generation != self._generation:
+        if not self._read_only and read.batch.generation != self._generation:
             return PartDone(key, PartFailure.MISSING, "the store was reset"), False
         if job.error == errno.ECANCELED:
             return PartDone(
@@ -699,6 +840,8 @@ class SegmentStore(PartStore):
             return PartDone(key, PartFailure.SHORT, f"{entry.segment.path} was cut short"), True
         if job.error:
             return PartDone(key, PartFailure.IO, f"{entry.segment.path}: {error_text(job.error)}"), False
+        if self._read_only and not self._still_there(entry):
+            return PartDone(key, PartFailure.MISSING, "the store's owner removed it meanwhile"), True
         if read.bounce is not None:
             read.part.buffer.cast("B")[:] = read.bounce[: read.part.buffer.nbytes]
         if _head_hash(read.part.buffer) != entry.head_hash:
@@ -761,14 +904,12 @@ class SegmentStore(PartStore):
         touch_at_s = time.monotonic() + _TOUCH_PERIOD_S
         while True:
             with self._lock:
-                while not (
-                    self._written or self._removed or self._reset_to is not None or self._has_startable() or self._stop
-                ):
+                while not (self._has_work() or self._stop):
                     self._busy = False
                     self._idle.notify_all()
-                    if not self._wake.wait(max(0.0, touch_at_s - time.monotonic()) if self._touched else None):
+                    if not self._wake.wait(max(0.0, touch_at_s - time.monotonic())):
                         break
-                if self._stop and not (self._written or self._removed or self._reset_to is not None or self._waiting):
+                if self._stop and not (self._has_work() or self._waiting):
                     break
                 self._busy = True
             if self._commit_pause_s:
@@ -779,10 +920,16 @@ class SegmentStore(PartStore):
                     touch_at_s = time.monotonic() + _TOUCH_PERIOD_S
                 self._turn(touch=touch)
             except Exception as exception:  # noqa: BLE001 - the keeper outlives every fault of the disk
-                self.notes.append(f"the keeper met {type(exception).__name__}: {exception}")
+                self._note(f"the keeper met {type(exception).__name__}: {exception}")
                 time.sleep(0.05)
         with contextlib.suppress(Exception):
             self._write_down_uses()
+
+    def _has_work(self) -> bool:
+        """Under the lock: whether the keeper has something to do."""
+        return bool(
+            self._written or self._removed or self._reset_to is not None or self._orders or self._has_startable()
+        )
 
     def _has_startable(self) -> bool:
         """Under the lock: whether the first waiting write may get on. One that waits for others' reads to end does not count."""
@@ -805,7 +952,10 @@ class SegmentStore(PartStore):
             self._commit(written, removed)
         if touch:
             self._write_down_uses()
+            self._segments.keep_floor()
         self._serve_waiting()
+        while self._orders:
+            self._orders.popleft()()
 
     def _make_reset_durable(self, generation: int) -> bool:
         error = ""
@@ -888,7 +1038,7 @@ class SegmentStore(PartStore):
         with self._lock:
             self._writes_open -= len(written)
         if error:
-            self.notes.append(error)
+            self._note(error)
             time.sleep(0.05)
 
     def _publish(self, write: _Write, entry: _Entry) -> None:
@@ -991,12 +1141,32 @@ class SegmentStore(PartStore):
         self._counts["writes_failed"] += 1
         outcome += [(owner, PartDone(write.part.key, write.failure, write.detail)) for owner in write.owners]
 
+    def _note(self, text: str) -> None:
+        """Say it once, and bounded: a fault that stays would else fill the memory."""
+        if text not in self.notes[-_NOTES_MAX:]:
+            self.notes.append(text)
+            del self.notes[:-_NOTES_MAX]
+
     def _write_down_uses(self) -> None:
         with self._lock:
             touched, self._touched = self._touched, {}
             uses = [(entry.used, entry.id) for entry in touched.values()]
         if uses:
             self._catalog.commit(added=(), removed=(), used=uses)
+
+
+_alive: "weakref.WeakSet[SegmentStore]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Let go of inherited locks: else a child that outlives its parent would keep the next owner out."""
+    for store in list(_alive):
+        if store._lock_fd >= 0:
+            os.close(store._lock_fd)
+            store._lock_fd = -1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _entry(row: CatalogRow, segment: Segment) -> _Entry:
@@ -1016,8 +1186,7 @@ def _entry(row: CatalogRow, segment: Segment) -> _Entry:
 def _head_hash(buffer: memoryview) -> int:
     """xxh3-64 of the last 512 bytes, as a signed number: enough to tell one sealed part from any other."""
     view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-    value = xxhash.xxh3_64_intdigest(view[-HEAD_BYTES:])
-    return value - (1 << 64) if value >= 1 << 63 else value
+    return signed_hash(view[-HEAD_BYTES_MAX:])
 
 
 def _check_root(path: Path, *, read_only: bool) -> None:

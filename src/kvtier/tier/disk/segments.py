@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
-from kvtier.tier.disk.io import PAGE_BYTES
+from kvtier.tier.disk.io import PAGE_BYTES, IOEngine
 
 SEGMENT_NAME = re.compile(r"seg_([0-9a-f]{8})_([0-9]+)\.kv")
 _PUNCH_HOLE_KEEP_SIZE = 3
@@ -132,6 +132,18 @@ class Segments:
         self._flags = (os.O_RDONLY if read_only else os.O_RDWR) | open_flags | os.O_CLOEXEC
         self._read_only = read_only
         self._next_number = 0
+        self._io: IOEngine | None = None
+
+    def attach(self, io: IOEngine) -> None:
+        """Have `io` know the files that are open, and those to come."""
+        self._io = io
+        for segment in self.by_number.values():
+            io.register_file(segment.fd)
+
+    def _close_file(self, segment: Segment) -> None:
+        if self._io is not None:
+            self._io.forget_file(segment.fd)
+        os.close(segment.fd)
 
     # -- at start
 
@@ -143,7 +155,21 @@ class Segments:
         self.by_number[number] = segment
         self.by_class.setdefault(slot_bytes, []).append(segment)
         self._next_number = max(self._next_number, number + 1)
+        if self._io is not None:
+            self._io.register_file(fd)
         return segment
+
+    def see(self, number: int, slot_bytes: int, path: Path) -> None:
+        """For a reader of another's files: open a segment that is new, and note how far a known one has grown."""
+        segment = self.by_number.get(number)
+        if segment is not None:
+            mine, theirs = os.fstat(segment.fd), path.stat()
+            if (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino):
+                segment.slots = mine.st_size // slot_bytes
+                return
+            # The number was given to another file. Reads under way may still use the old one: it stays open.
+            del self.by_number[number]
+        self.adopt(number, slot_bytes, path)
 
     def settle(self, taken: dict[int, set[int]]) -> None:
         """Sort every slot into its state, given those `taken`, by segment number. Files without one are removed."""
@@ -247,6 +273,8 @@ class Segments:
         path = self.directory / segment_name(number, slot_bytes)
         fd = os.open(path, self._flags | os.O_CREAT | os.O_EXCL, 0o644)
         segment = Segment(number, slot_bytes, max(1, self.segment_bytes // slot_bytes), fd, path)
+        if self._io is not None:
+            self._io.register_file(fd)
         with self._lock:
             self.by_number[number] = segment
             self.by_class.setdefault(slot_bytes, []).append(segment)
@@ -278,6 +306,12 @@ class Segments:
         with self._lock:
             return before - self.disk_bytes
 
+    def keep_floor(self) -> None:
+        """Give back ready slots where the filesystem has less free than it must keep."""
+        status = os.statvfs(self.directory)
+        if status.f_bavail * status.f_frsize < self.free_bytes_min:
+            self.trim()
+
     def _strip(self, segment: Segment, count: int) -> int:
         """Make up to `count` ready slots of one segment bare, the highest first. Returns how many."""
         with self._lock:
@@ -291,7 +325,7 @@ class Segments:
                 del self.by_number[segment.number]
         if empty:
             segment.path.unlink(missing_ok=True)
-            os.close(segment.fd)
+            self._close_file(segment)
         else:
             refused = self._make_bare(segment, slots)
             if refused:
@@ -331,7 +365,7 @@ class Segments:
         return []
 
     def _remove(self, segment: Segment) -> None:
-        os.close(segment.fd)
+        self._close_file(segment)
         segment.path.unlink(missing_ok=True)
         del self.by_number[segment.number]
         self.by_class[segment.slot_bytes].remove(segment)
