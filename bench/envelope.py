@@ -35,7 +35,7 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]], Callable[[], None]]:
+def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
     slot = memoryview(mmap.mmap(-1, SLOT_BYTES))
     slot[:PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
     target = memoryview(mmap.mmap(-1, SLOT_BYTES))
@@ -67,7 +67,7 @@ def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]],
     return cases, done
 
 
-def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[], None]]:
+def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
     slots = [memoryview(mmap.mmap(-1, SLOT_BYTES)) for _ in range(BATCH)]
     for slot in slots:
         slot[:PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
@@ -121,7 +121,7 @@ def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[
     return cases, done
 
 
-def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], None]]:
+def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
     store = MemoryByteStore(8 << 20)
     source, target = memoryview(bytearray(os.urandom(PAYLOAD_BYTES))), memoryview(bytearray(PAYLOAD_BYTES))
     key = iter(range(1 << 40))

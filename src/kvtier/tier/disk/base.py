@@ -37,6 +37,7 @@ class PartFailure(Enum):
     EXISTS_DIFFERENT = "exists_different"
     CANCELLED = "cancelled"
     CLOSED = "closed"
+    CORRUPT = "corrupt"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,122 @@
+"""Which job starts next: demand reads first, with a share of the depth that waiting writes always get.
+
+The limits count jobs in flight, out of a depth of `iodepth`:
+
+- demand reads may fill the depth, except for what waiting writes are guaranteed;
+- preloads start only where no demand read waits, and leave a quarter of the depth free for the next one; a preload whose deadline is
+  reached competes as a demand read;
+- writes get `write_jobs_min` of the depth whenever they wait, and that alone while demand reads are about; all but a quarter of it otherwise;
+- maintenance starts only where nothing else waits, and takes at most a quarter.
+
+Inside a lane the earliest deadline goes first, and equal deadlines go in the order of submission.
+"""
+
+import heapq
+from collections import deque
+
+from kvtier.tier.disk.base import Lane
+from kvtier.tier.disk.io import Job
+
+LANES = (Lane.DEMAND, Lane.PRELOAD, Lane.WRITE, Lane.MAINTENANCE)
+LANE_INDEX = {lane: index for index, lane in enumerate(LANES)}
+DEMAND, PRELOAD, WRITE, MAINTENANCE = range(4)
+
+
+class _Line:
+    """The jobs that wait in one lane: those with a deadline in a heap, ahead of those without."""
+
+    def __init__(self) -> None:
+        self.timed: list[tuple[float, int, Job]] = []
+        self.untimed: deque[Job] = deque()
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self.timed) + len(self.untimed)
+
+    def push(self, job: Job) -> None:
+        if job.deadline_s is None:
+            self.untimed.append(job)
+        else:
+            self._sequence += 1
+            heapq.heappush(self.timed, (job.deadline_s, self._sequence, job))
+
+    def pop(self) -> Job:
+        return heapq.heappop(self.timed)[2] if self.timed else self.untimed.popleft()
+
+    def due(self, now_s: float) -> bool:
+        return bool(self.timed) and self.timed[0][0] <= now_s
+
+    def take_cancelled(self) -> list[Job]:
+        out = [job for _, _, job in self.timed if job.cancelled] + [job for job in self.untimed if job.cancelled]
+        if out:
+            self.timed = [item for item in self.timed if not item[2].cancelled]
+            heapq.heapify(self.timed)
+            self.untimed = deque(job for job in self.untimed if not job.cancelled)
+        return out
+
+
+class LaneQueue:
+    """Waiting jobs by lane, and how many of each lane are in flight. Not thread-safe."""
+
+    def __init__(self, iodepth: int, write_share: float) -> None:
+        if iodepth < 1:
+            raise ValueError(f"iodepth is {iodepth}: at least one operation must be allowed in flight")
+        if not 0 < write_share < 1:
+            raise ValueError(
+                f"write_share is {write_share}: give a fraction of the depth between 0 and 1, for instance 0.125"
+            )
+        self.iodepth = iodepth
+        self.write_jobs_min = max(1, int(iodepth * write_share))
+        self.reserve = iodepth // 4
+        self.in_flight = [0, 0, 0, 0]
+        self._lines = [_Line(), _Line(), _Line(), _Line()]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines))
+
+    def push(self, job: Job) -> None:
+        self._lines[LANE_INDEX[job.lane]].push(job)
+
+    def ended(self, job: Job) -> None:
+        self.in_flight[LANE_INDEX[job.lane]] -= 1
+
+    def cancel_all(self) -> None:
+        """Mark everything that waits as cancelled."""
+        for line in self._lines:
+            for job in (*(item[2] for item in line.timed), *line.untimed):
+                job.cancelled = True
+
+    def take_cancelled(self) -> list[Job]:
+        """Remove and return the jobs that wait and were marked cancelled."""
+        return [job for line in self._lines for job in line.take_cancelled()]
+
+    def pop(self, now_s: float) -> Job | None:
+        """The job to start now, counted as in flight; None where none may start."""
+        lane = self._choose(now_s)
+        if lane < 0:
+            return None
+        self.in_flight[lane] += 1
+        return self._lines[lane].pop()
+
+    def _choose(self, now_s: float) -> int:
+        demand, preload, write, maintenance = self._lines
+        flying = sum(self.in_flight)
+        if flying >= self.iodepth:
+            return -1
+        writes_flying = self.in_flight[WRITE]
+        if write and writes_flying < self.write_jobs_min:
+            return WRITE
+        due = preload.due(now_s)
+        if due and not (demand and demand.timed and demand.timed[0][0] <= preload.timed[0][0]):
+            return PRELOAD
+        if demand:
+            # The last places are kept for the guaranteed writes only while some wait, and then the branch above took them.
+            return DEMAND
+        spare = self.iodepth - self.reserve
+        if write and not self.in_flight[DEMAND] and writes_flying < spare:
+            return WRITE
+        if preload and flying < spare:
+            return PRELOAD
+        if maintenance and not write and not preload and self.in_flight[MAINTENANCE] < max(1, self.reserve):
+            return MAINTENANCE
+        return -1

@@ -1,0 +1,419 @@
+"""TieredStore against a model that keeps the bytes: whatever the order of events, a load reads its own key's bytes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.store.moves import (
+    NO_SLOT,
+    DeleteParts,
+    FenceDone,
+    LoadFailed,
+    LoadReleased,
+    PartPlace,
+    ResetTier,
+    Source,
+    StoreFailed,
+    WriteDone,
+    WriteParts,
+)
+from kvtier.store.tiered import LoadPlan, Part, Presence, StoreLimits, TieredStore
+
+SLOT = 8192
+LIMITS = StoreLimits(slot_bytes=(SLOT,), arena_bytes=4 * SLOT, disk_bytes=8 * SLOT)
+
+
+def key(number: int) -> bytes:
+    return b"key%d" % number
+
+
+def parts(*numbers: int, group: int = 0) -> list[Part]:
+    return [Part(key(number), group, 16 * (number + 1)) for number in numbers]
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def store_parts(store: TieredStore, *numbers: int, now_s: float = 0.0) -> None:
+    assert store.begin_store(parts(*numbers), now_s) is not None
+    store.end_store(keys(*numbers), now_s)
+
+
+def finish_writes(store: TieredStore, failed: dict[bytes, str] | None = None, now_s: float = 0.0) -> list[bytes]:
+    """Carry out the queued actions as one rank would; returns the keys deleted."""
+    deleted: list[bytes] = []
+    for action in store.take_actions():
+        if isinstance(action, WriteParts):
+            mine = {part.key: failed[part.key] for part in action.parts if failed and part.key in failed}
+            store.apply(WriteDone(action.move_id, mine), now_s)
+        elif isinstance(action, DeleteParts):
+            deleted += action.keys
+        elif isinstance(action, ResetTier):
+            store.apply(FenceDone(action.fence_id), now_s)
+    return deleted
+
+
+def test_a_part_is_pending_until_stored_then_in_dram_then_on_disk_too() -> None:
+    store = TieredStore(LIMITS)
+    places = store.begin_store(parts(0), 0.0)
+    assert places is not None and places[0].offset == 0
+    assert store.presence(key(0)) is Presence.PENDING
+    store.end_store(keys(0), 0.0)
+    assert (store.presence(key(0)), store.source(key(0))) == (Presence.HIT, Source.DRAM)
+    assert store.has_pending()
+    finish_writes(store)
+    assert not store.has_pending()
+    store_parts(store, 1, 2, 3)
+    finish_writes(store)
+    store_parts(store, 4)
+    assert store.source(key(0)) is Source.DISK
+    store.check()
+
+
+def test_a_hit_is_a_contiguous_prefix() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0, 1, 3)
+    assert store.leading_run(keys(0, 1, 2, 3)) == (2, False)
+    store.begin_store(parts(2), 0.0)
+    assert store.leading_run(keys(0, 1, 2, 3)) == (4, True)
+    assert store.leading_run(keys(9, 0)) == (0, False)
+
+
+def test_parts_in_dram_and_on_disk_are_one_load_and_disk_parts_are_promoted() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0, 1, 2, 3)
+    finish_writes(store)
+    store_parts(store, 4, 5)
+    finish_writes(store)
+    places = store.begin_load(parts(0, 1, 2, 3), "r", 1.0).parts
+    assert [place.source for place in places] == [Source.DISK, Source.DISK, Source.DRAM, Source.DRAM]
+    assert all(place.offset != NO_SLOT for place in places), "the two others make room"
+    assert store.end_load("r", 1.0)
+    assert {store.source(k) for k in keys(0, 1, 2, 3)} == {Source.DRAM}
+    store.check()
+
+
+def test_a_load_larger_than_the_arena_passes_through_staging() -> None:
+    store = TieredStore(LIMITS)
+    for number in range(6):
+        store_parts(store, number)
+        finish_writes(store)
+    places = store.begin_load(parts(*range(6)), "r", 1.0).parts
+    assert len({place.offset for place in places} - {NO_SLOT}) == 4
+    assert sum(place.offset == NO_SLOT for place in places) == 2
+    store.check()
+    assert store.end_load("r", 1.0)
+    store.check()
+
+
+def test_what_is_leased_is_not_evicted_and_a_store_without_room_changes_nothing() -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=0))
+    store_parts(store, 0, 1, 2, 3)
+    store.begin_load(parts(0, 1, 2), "r", 0.0)
+    assert store.begin_store(parts(4, 5), 0.0) is None
+    assert store.leading_run(keys(0, 1, 2, 3)) == (4, False)
+    assert store.begin_store(parts(4), 0.0) is not None
+    assert store.presence(key(3)) is Presence.MISS
+    store.end_load("r", 0.0)
+    store.check()
+
+
+def test_what_can_never_fit_is_stored_as_far_as_it_does() -> None:
+    store = TieredStore(LIMITS)
+    places = store.begin_store(parts(*range(10)), 0.0)
+    assert places is not None and [place.key for place in places] == keys(0, 1, 2, 3)
+    assert store.counters["store_refused_parts"] == 6
+
+
+def test_the_same_key_is_stored_once() -> None:
+    store = TieredStore(LIMITS)
+    assert len(store.begin_store(parts(0, 0, 1), 0.0) or ()) == 2
+    assert store.begin_store(parts(0, 1), 0.0) == []
+    store.end_store(keys(0, 1), 0.0)
+    assert store.begin_store(parts(0, 1), 0.0) == []
+    assert sum(len(a.parts) for a in store.take_actions() if isinstance(a, WriteParts)) == 2
+
+
+def test_a_lost_part_leaves_every_tier_and_its_neighbours_stay_on_disk() -> None:
+    store = TieredStore(LIMITS)
+    for group in ((0, 1), (2, 3), (4, 5, 6, 7)):
+        store_parts(store, *group)
+        finish_writes(store)
+    load = store.begin_load(parts(0, 1, 2), "r", 1.0)
+    store.apply(LoadFailed(load.load_id, {key(1): "checksum"}, ""), 1.0)
+    assert not store.end_load("r", 1.0)
+    assert store.leading_run(keys(0, 1, 2)) == (1, False)
+    assert store.presence(key(2)) is Presence.HIT
+    assert finish_writes(store) == keys(1)
+    assert store.counters["load_failed:checksum"] == 1
+    assert len(store.take_notices()) == 1
+    store.check()
+
+
+def test_a_load_that_failed_without_a_lost_part_loses_none() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0, 1)
+    finish_writes(store)
+    load = store.begin_load(parts(0, 1), "r", 1.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline"), 1.0)
+    assert not store.end_load("r", 1.0)
+    assert store.leading_run(keys(0, 1)) == (2, False)
+    store.check()
+
+
+def test_a_load_past_its_deadline_gives_slots_back_only_when_its_reads_have_ended() -> None:
+    store = TieredStore(replace(LIMITS, rank_count=2))
+    store.fill_from_disk([(key(n), 0, 16) for n in range(4)], 0.0)
+    load = store.begin_load(parts(0, 1, 2, 3), "r", 0.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 30.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 30.0)
+    store.apply(LoadReleased(load.load_id), 30.0)
+    assert not store.end_load("r", 30.0)
+    store.check()
+    assert store.begin_store(parts(9), 30.0) is None, "a read on one rank still writes into the slots"
+    assert store.has_pending()
+    store.apply(LoadReleased(load.load_id), 31.0)
+    assert store.begin_store(parts(9), 31.0) is not None
+    store.check()
+
+
+def test_a_part_counts_as_written_only_when_every_rank_has_it() -> None:
+    store = TieredStore(replace(LIMITS, rank_count=2))
+    store_parts(store, 0, 1)
+    (write,) = store.take_actions()
+    assert isinstance(write, WriteParts)
+    store.apply(WriteDone(write.move_id, {}), 0.0)
+    assert store.gauges()["disk_parts"] == 0
+    store.apply(WriteDone(write.move_id, {key(1): "io: EIO"}), 0.0)
+    assert store.gauges()["disk_parts"] == 1
+    assert finish_writes(store) == keys(1), "the other rank has it and must drop it"
+    store.check()
+
+
+def test_a_full_disk_evicts_until_writes_fit_and_recovers() -> None:
+    store = TieredStore(LIMITS)
+    for number in range(4):
+        store_parts(store, number)
+        finish_writes(store)
+    store_parts(store, 4)
+    finish_writes(store, {key(4): "no_space: ENOSPC"})
+    store_parts(store, 5, now_s=1.0)
+    assert finish_writes(store, now_s=1.0), "room is made below what turned out to fit"
+    assert store.gauges()["disk_limit_bytes"] < LIMITS.disk_bytes
+    store.tick(60.0)
+    assert store.gauges()["disk_limit_bytes"] == LIMITS.disk_bytes
+    store.check()
+
+
+def test_a_failing_disk_gets_no_writes_for_a_while_and_loses_nothing() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0)
+    finish_writes(store)
+    store_parts(store, 1)
+    finish_writes(store, {key(1): "io: EIO"})
+    store_parts(store, 2, now_s=1.0)
+    assert not [a for a in store.take_actions() if isinstance(a, WriteParts)]
+    assert store.presence(key(0)) is Presence.HIT
+    store.tick(LIMITS.disk_retry_s + 1)
+    store_parts(store, 3, now_s=20.0)
+    assert [a for a in store.take_actions() if isinstance(a, WriteParts)]
+
+
+def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0, 1, 2, 3)
+    (write,) = store.take_actions()
+    assert isinstance(write, WriteParts)
+    store.tick(LIMITS.write_deadline_s + 1)
+    assert not store.has_pending()
+    assert store.begin_store(parts(4), 100.0) is None, "the write still owns the bytes"
+    store.apply(WriteDone(write.move_id, {}), 200.0)
+    assert store.begin_store(parts(4), 200.0) is not None
+    store.check()
+
+
+def test_a_store_that_failed_leaves_a_miss() -> None:
+    store = TieredStore(LIMITS)
+    store.begin_store(parts(0, 1), 0.0)
+    store.apply(StoreFailed(keys(1), "copy raised"), 0.0)
+    store.end_store(keys(0, 1), 0.0)
+    assert (store.presence(key(0)), store.presence(key(1))) == (Presence.HIT, Presence.MISS)
+    store.check()
+
+
+def test_reset_forgets_all_and_gives_slots_back_only_behind_the_fence() -> None:
+    store = TieredStore(replace(LIMITS, rank_count=2), generation=7)
+    store_parts(store, 0)
+    write = next(a for a in store.take_actions() if isinstance(a, WriteParts))
+    store.begin_store(parts(1), 0.0)
+    store.begin_load(parts(0), "r", 0.0)
+    store.reset(0.0)
+    assert store.generation == 8
+    assert [store.presence(k) for k in keys(0, 1)] == [Presence.MISS] * 2
+    assert store.has_pending()
+    (reset,) = store.take_actions()
+    assert isinstance(reset, ResetTier) and reset.generation == 8
+    assert store.begin_store(parts(2, 3, 4, 5), 0.0) is None, "two slots may still be written or read"
+    store.apply(FenceDone(reset.fence_id), 0.0)
+    store.apply(WriteDone(write.move_id, {}), 0.0)
+    store.apply(FenceDone(reset.fence_id), 0.0)
+    store.apply(WriteDone(write.move_id, {}), 0.0)
+    assert store.gauges()["disk_parts"] == 0, "a write of the old generation is not published"
+    assert store.begin_store(parts(2, 3, 4, 5), 0.0) is not None
+    store.check()
+
+
+def test_a_catalog_over_capacity_is_cut_oldest_first() -> None:
+    store = TieredStore(LIMITS)
+    store.fill_from_disk([(key(number), 0, 16) for number in range(10)], 0.0)
+    assert finish_writes(store) == keys(0, 1)
+    assert store.leading_run(keys(2, 3, 9)) == (3, False)
+    store.check()
+
+
+def test_groups_have_slots_of_their_own_size() -> None:
+    limits = StoreLimits(slot_bytes=(4 * SLOT, SLOT), arena_bytes=16 * SLOT)
+    store = TieredStore(limits)
+    assert store.begin_store([Part(key(n), n % 2, 16) for n in range(6)], 0.0) is not None
+    assert store.gauges()["dram_used_bytes"] == 3 * 4 * SLOT + 3 * SLOT
+    store.check()
+
+
+def test_a_second_load_of_one_owner_is_refused() -> None:
+    store = TieredStore(LIMITS)
+    store.begin_load([], "r", 0.0)
+    with pytest.raises(ValueError, match="'r'"):
+        store.begin_load([], "r", 0.0)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Random events on two ranks' worth of answers; a model holds what every slot and the disk really contain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = (SLOT, 3 * SLOT)
+        limits = StoreLimits(
+            slot_bytes=self.sizes, arena_bytes=16 * SLOT, disk_bytes=20 * SLOT, rank_count=1, disk_retry_s=3.0
+        )
+        self.store = TieredStore(limits)
+        self.now_s = 0.0
+        self.slot_key: dict[int, bytes] = {}
+        self.disk: set[bytes] = set()
+        self.storing: list[list[PartPlace]] = []
+        self.loading: dict[str, LoadPlan] = {}
+        self.held: list[LoadPlan] = []
+        self.commands: list[WriteParts | DeleteParts | ResetTier] = []
+        self.owner = 0
+
+    def tokens(self, numbers: list[int]) -> list[Part]:
+        return [Part(key(n), n % 2, n) for n in numbers]
+
+    @rule(numbers=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True))
+    def begin_store(self, numbers: list[int]) -> None:
+        places = self.store.begin_store(self.tokens(numbers), self.now_s)
+        if places:
+            self.storing.append(places)
+
+    @precondition(lambda self: self.storing)
+    @rule(index=st.integers(0, 9), fail=st.booleans())
+    def end_store(self, index: int, fail: bool) -> None:
+        places = self.storing.pop(index % len(self.storing))
+        for place in places:
+            self.slot_key[place.offset] = place.key
+        if fail:
+            self.store.apply(StoreFailed([places[0].key], "copy raised"), self.now_s)
+            self.slot_key[places[0].offset] = b"rubbish"
+        self.store.end_store([place.key for place in places], self.now_s)
+
+    @rule(numbers=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True))
+    def begin_load(self, numbers: list[int]) -> None:
+        wanted = self.tokens(numbers)
+        run = self.store.leading_run([part.key for part in wanted])
+        if run.pending or not run.length:
+            return
+        self.owner += 1
+        owner = str(self.owner)
+        self.loading[owner] = self.store.begin_load(wanted[: run.length], owner, self.now_s)
+        for place in self.loading[owner].parts:
+            assert place.source is not Source.MISSING
+
+    @precondition(lambda self: self.loading)
+    @rule(index=st.integers(0, 9), outcome=st.sampled_from(["good", "good", "lost", "late", "held"]))
+    def end_load(self, index: int, outcome: str) -> None:
+        owner = sorted(self.loading)[index % len(self.loading)]
+        load = self.loading.pop(owner)
+        places = load.parts
+        self.flush_commands_up_to_writes()
+        for place in places:
+            if place.source is Source.DRAM:
+                assert self.slot_key[place.offset] == place.key, "bytes of another key would have been served"
+            elif place.offset != NO_SLOT:
+                self.slot_key[place.offset] = place.key if outcome == "good" else b"rubbish"
+        lost = {places[0].key: "checksum"} if outcome == "lost" else {}
+        if outcome != "good":
+            held = outcome == "held"
+            self.store.apply(LoadFailed(load.load_id, lost, "" if lost else "deadline", held), self.now_s)
+            if held:
+                self.held.append(load)
+        assert self.store.end_load(owner, self.now_s) == (outcome == "good")
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def reads_end(self) -> None:
+        load = self.held.pop()
+        for place in load.parts:
+            if place.source is Source.DISK and place.offset != NO_SLOT:
+                assert self.slot_key.get(place.offset) == b"rubbish", "the slot of a read in flight was used again"
+        self.store.apply(LoadReleased(load.load_id), self.now_s)
+
+    def flush_commands_up_to_writes(self) -> None:
+        self.commands += self.store.take_actions()
+        while self.commands and not isinstance(self.commands[0], WriteParts):
+            self.carry_out(self.commands.pop(0), "good")
+
+    @rule(outcome=st.sampled_from(["good", "good", "no_space: full", "io: EIO"]))
+    def run_one_command(self, outcome: str) -> None:
+        self.commands += self.store.take_actions()
+        if self.commands:
+            self.carry_out(self.commands.pop(0), outcome)
+
+    def carry_out(self, command: WriteParts | DeleteParts | ResetTier, outcome: str) -> None:
+        if isinstance(command, DeleteParts):
+            self.disk -= set(command.keys)
+        elif isinstance(command, ResetTier):
+            self.disk.clear()
+            self.store.apply(FenceDone(command.fence_id), self.now_s)
+        else:
+            for place in command.parts:
+                assert self.slot_key[place.offset] == place.key, "a write would have taken another key's bytes"
+            failed = {} if outcome == "good" else {command.parts[-1].key: outcome}
+            self.disk |= {place.key for place in command.parts} - failed.keys()
+            self.store.apply(WriteDone(command.move_id, failed), self.now_s)
+
+    @rule(seconds=st.floats(0, 100))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.store.tick(self.now_s)
+
+    @rule()
+    def reset(self) -> None:
+        self.store.reset(self.now_s)
+        # The engine drops its jobs and the ranks finish them before they answer the fence.
+        for places in self.storing:
+            self.slot_key.update({place.offset: b"old" for place in places})
+        self.storing.clear()
+        self.loading.clear()
+
+    @invariant()
+    def holds(self) -> None:
+        self.store.check()
+        used = sum(self.sizes[int(k.removeprefix(b"key")) % 2] for k in self.disk)
+        assert used <= 20 * SLOT, "more on disk than its capacity"
+
+
+StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestStoreMachine = StoreMachine.TestCase
