@@ -52,7 +52,7 @@ def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]],
         os.preadv(file, [target], number % SLOTS * SLOT_BYTES)
         open_slot(target, WHO, PAYLOAD_BYTES)
 
-    cases = {
+    cases: dict[str, Callable[[int], Any]] = {
         # The same payload each time, so that the head which a bare write leaves behind still fits.
         "write bare": lambda number: os.pwrite(file, slot[:PAYLOAD_BYTES], number % SLOTS * SLOT_BYTES),
         "write": sealed_write,
