@@ -12,7 +12,6 @@ import hashlib
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,13 +20,13 @@ from typing import Any, Final
 from kvtier import __version__
 from kvtier.errors import KVTierError
 from kvtier.memory.base import LeaseOwner
-from kvtier.observe.recorder import Event, Recorder, event_json, problems_of
+from kvtier.observe.recorder import OFF, Event, Recorder, event_json, problems_of
 from kvtier.record.codecs import RecordCodec, make_codec
-from kvtier.record.envelope import Buffer, Identity, RecordHead, RecordSizes, head_for, pack, sizes_of, unpack
+from kvtier.record.envelope import Buffer, Identity, RecordHead, RecordSizes, pack, sizes_of, unpack
 from kvtier.record.errors import RecordChecksumError, RecordGenerationError
+from kvtier.tier.remote.channel import FetchedRecord, RecordChannel
 from kvtier.tier.remote.connector import Status, StatusCode
 from kvtier.tier.remote.memory import MemoryConnector
-from kvtier.tier.remote.registry import make_connector
 
 NAMESPACE: Final = b"kvtier quickstart"
 GENERATION: Final = 1
@@ -59,10 +58,9 @@ def check(holds: bool, invariant: str, detail: str) -> None:
 class Parts:
     """What the demo is made of, so that each part can be swapped for one that breaks a promise."""
 
-    connector: Callable[[MemoryConnector], MemoryConnector] = lambda connector: connector
+    connector: type[MemoryConnector] = MemoryConnector
+    channel: type[RecordChannel] = RecordChannel
     release: Callable[[LeaseOwner, str], int] = lambda owner, scope: owner.release(scope)
-    unpack: Callable[[Buffer, Identity], tuple[RecordHead, memoryview]] = unpack
-    decoded: Callable[[memoryview], Buffer] = lambda raw: raw
     sizes: Callable[[RecordHead], RecordSizes] = sizes_of
     events_max: int = EVENTS_AN_ARM
 
@@ -84,7 +82,7 @@ class Arm:
         return RecordCodec(NAMESPACE, make_codec(self.name, **ARMS[self.name]))
 
     def identity(self, name: str) -> Identity:
-        """The identity of one of the two records."""
+        """The identity of a record."""
         return self.codec.identity(name.encode(), GENERATION)
 
     def packed(self, name: str) -> bytes:
@@ -94,19 +92,15 @@ class Arm:
 
     def connect(self, capacity_bytes: int = CAPACITY_BYTES) -> MemoryConnector:
         """A new open connector."""
-        with ThreadPoolExecutor(1) as executor:
-            connector = make_connector(
-                "MEMORY",
-                f"quickstart-{self.name}",
-                executor,
-                capacity_bytes=capacity_bytes,
-                policy="lru",
-                close_deadline_s=0.0,
-            )
-        assert isinstance(connector, MemoryConnector)
-        connector = self.parts.connector(connector)
+        connector = self.parts.connector(
+            f"quickstart-{self.name}", capacity_bytes=capacity_bytes, policy="lru", close_deadline_s=0.0
+        )
         connector.open()
         return connector
+
+    def channel(self, connector: MemoryConnector, recorder: Recorder = OFF) -> RecordChannel:
+        """The arm's records over a connector."""
+        return self.parts.channel(connector, self.codec, recorder, self.name)
 
 
 # -- the measured run ----------------------------------------------------------------------------------------------------
@@ -116,37 +110,22 @@ async def measure(arm: Arm) -> None:
     """Encode, store, retrieve and decode both records under the recorder, and compare every byte."""
     recorder = Recorder(arm.parts.events_max)
     connector = arm.connect()
+    channel = arm.channel(connector, recorder)
     for name, raw in RECORDS.items():
-        identity = arm.identity(name)
-        with recorder.span("encode", track=arm.name, record=name, raw_bytes=len(raw)) as encode:
-            head, payload = arm.codec.encode(identity, raw)
-            packed = pack(head, payload)
-            encode.stored_bytes = len(packed)
-        with recorder.span(
-            "store", track=arm.name, record=name, after=[encode.id], raw_bytes=len(raw), stored_bytes=len(packed)
-        ) as store:
-            stored = await connector.put_bytes(identity.key, packed)
-            store.moved_bytes = len(packed)
-        with recorder.span(
-            "retrieve", track=arm.name, record=name, after=[store.id], stored_bytes=len(packed)
-        ) as retrieve:
-            found = await connector.get_bytes(identity.key)
-            retrieve.moved_bytes = len(found.value or b"")
+        encoded = channel.encode(arm.identity(name), raw)
+        stored = await channel.put(encoded)
+        found = await channel.fetch(encoded.identity, stored.value)
         check(stored.is_ok() and found.is_ok(), "round_trip", f"record {name!r}: store {stored}, retrieve {found}")
-        with recorder.span(
-            "decode", track=arm.name, record=name, after=[retrieve.id], stored_bytes=len(packed)
-        ) as decode:
-            found_head, found_payload = arm.parts.unpack(found.unwrap(), identity)
-            decoded = arm.parts.decoded(arm.codec.decode(found_head, found_payload, identity))
-            decode.raw_bytes = len(decoded)
+        fetched = found.unwrap()
+        decoded = channel.decode(fetched)
         check(bytes(decoded) == raw, "round_trip", f"record {name!r} of {len(raw)} bytes came back as other bytes")
-        sizes = arm.parts.sizes(found_head)
+        sizes = arm.parts.sizes(encoded.head)
         check(
             sizes.payload_bytes + sizes.metadata_bytes + sizes.framing_bytes
             == sizes.stored_bytes
-            == len(found.unwrap()),
+            == len(fetched.record),
             "sizes_add_up",
-            f"record {name!r}: {sizes} for {len(found.unwrap())} bytes stored",
+            f"record {name!r}: {sizes} for {len(fetched.record)} bytes stored",
         )
         arm.records[name] = sizes
     connector.close()
@@ -255,13 +234,20 @@ async def close_during_lease(arm: Arm) -> None:
     check(connector.close().is_ok(), "close_during_lease", "close fails though nothing is leased any more")
 
 
+async def fetched(arm: Arm, name: str) -> FetchedRecord:
+    """One of the two records as it lies in a store."""
+    channel = arm.channel(arm.connect())
+    await channel.store(arm.identity(name), RECORDS[name])
+    return (await channel.fetch(arm.identity(name))).unwrap()
+
+
 async def wrong_generation(arm: Arm) -> None:
     """Each record is refused to a reader of another generation."""
-    connector = await filled(arm)
+    channel = arm.channel(arm.connect())
     for name in RECORDS:
-        record = (await connector.get_bytes(name.encode())).unwrap()
+        other = replace(arm.identity(name), generation=GENERATION + 1)
         try:
-            arm.parts.unpack(record, replace(arm.identity(name), generation=GENERATION + 1))
+            channel.decode(replace(await fetched(arm, name), identity=other))
         except RecordGenerationError:
             continue
         raise InvariantError(
@@ -271,15 +257,15 @@ async def wrong_generation(arm: Arm) -> None:
 
 async def corrupt_checksum(arm: Arm) -> None:
     """Each record is refused once a bit of its payload changed, the first or the last."""
-    connector = await filled(arm)
+    channel = arm.channel(arm.connect())
     for name in RECORDS:
-        record = (await connector.get_bytes(name.encode())).unwrap()
-        payload_bytes = unpack(record, arm.identity(name))[0].payload_bytes
-        for at in (len(record) - payload_bytes, len(record) - 1):
-            damaged = bytearray(record)
+        sound = await fetched(arm, name)
+        payload_bytes = unpack(sound.record, sound.identity)[0].payload_bytes
+        for at in (len(sound.record) - payload_bytes, len(sound.record) - 1):
+            damaged = bytearray(sound.record)
             damaged[at] ^= 1
             try:
-                arm.parts.unpack(damaged, arm.identity(name))
+                channel.decode(replace(sound, record=memoryview(damaged)))
             except RecordChecksumError:
                 continue
             raise InvariantError("corrupt_checksum", f"record {name!r} was served with bit 0 of byte {at} changed")
@@ -300,62 +286,78 @@ _STEPS: Final[tuple[Callable[[Arm], Any], ...]] = (
 # -- how each promise is broken on purpose -------------------------------------------------------------------------------
 
 
-class _Sabotaged(MemoryConnector):
-    """A connector that breaks one promise."""
-
-    fault = ""
-
+class _DeniesRepeats(MemoryConnector):
     async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
-        if self.fault == "protected_admission" and key == b"other":
-            for info in self.store.leases():
-                self.store._records[info.key].lease_count = 0
         status = await super().put_bytes(key, value)
-        if self.fault == "duplicate_is_no_op" and self.store.stats().unchanged:
-            return Status.failed(StatusCode.DENIED, "sabotage: a repeat is refused")
-        if self.fault == "conflict_is_refused" and status.code is StatusCode.DENIED:
-            return Status.ok()
-        if self.fault == "safe_refusal" and status.code is StatusCode.OUT_OF_MEMORY:
+        return (
+            Status.failed(StatusCode.DENIED, "sabotage: a repeat is refused")
+            if self.store.stats().unchanged
+            else status
+        )
+
+
+class _HidesConflicts(MemoryConnector):
+    async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
+        status = await super().put_bytes(key, value)
+        return Status.ok() if status.code is StatusCode.DENIED else status
+
+
+class _EvictsLeased(MemoryConnector):
+    async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
+        if key == b"other":
+            kept = [(name.encode(), bytes(self.store.get(name.encode()) or b"")) for name in RECORDS]
+            self._store = None  # and with it, who leases what
+            self.open()
+            for name, packed in kept:
+                await super().put_bytes(name, packed)
+        return await super().put_bytes(key, value)
+
+
+class _EvictsBeforeItRefuses(MemoryConnector):
+    async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
+        status = await super().put_bytes(key, value)
+        if status.code is StatusCode.OUT_OF_MEMORY:
             await self.delete(b"span")
         return status
 
+
+class _ClosesOverLeases(MemoryConnector):
     def close(self) -> Status[None]:
-        status = super().close()
-        return Status.ok() if self.fault == "close_during_lease" else status
+        super().close()
+        return Status.ok()
 
 
-def _sabotaged(fault: str) -> Parts:
-    def swap(connector: MemoryConnector) -> MemoryConnector:
-        connector.__class__ = _Sabotaged
-        connector.fault = fault  # type: ignore[attr-defined]
-        return connector
-
-    return Parts(connector=swap)
+class _GivesOtherBytes(RecordChannel):
+    def decode(self, fetched: FetchedRecord, out: memoryview | None = None) -> memoryview:
+        return memoryview(bytes(super().decode(fetched, out)[:-1]) + b"?")
 
 
-def _accept_any_generation(record: Buffer, expected: Identity) -> tuple[RecordHead, memoryview]:
-    head, payload = unpack(record, None)
-    return replace(head, identity=expected), payload
+class _AcceptsAnyGeneration(RecordChannel):
+    def unpack(self, fetched: FetchedRecord) -> tuple[RecordHead, memoryview]:
+        head, payload = unpack(fetched.record, None)
+        return replace(head, identity=fetched.identity), payload
 
 
-def _accept_any_payload(record: Buffer, expected: Identity) -> tuple[RecordHead, memoryview]:
-    try:
-        return unpack(record, expected)
-    except RecordChecksumError:
-        return head_for(expected, b""), memoryview(b"")
+class _AcceptsAnyPayload(RecordChannel):
+    def decode(self, fetched: FetchedRecord, out: memoryview | None = None) -> memoryview:
+        try:
+            return super().decode(fetched, out)
+        except RecordChecksumError:
+            return fetched.record
 
 
 _SABOTAGE: Final[dict[str, Parts]] = {
-    "round_trip": Parts(decoded=lambda raw: bytes(raw[:-1]) + b"?"),
+    "round_trip": Parts(channel=_GivesOtherBytes),
     "sizes_add_up": Parts(sizes=lambda head: replace(sizes_of(head), framing_bytes=0)),
     "events_valid": Parts(events_max=EVENTS_AN_ARM - 1),
-    "duplicate_is_no_op": _sabotaged("duplicate_is_no_op"),
-    "conflict_is_refused": _sabotaged("conflict_is_refused"),
-    "protected_admission": _sabotaged("protected_admission"),
-    "safe_refusal": _sabotaged("safe_refusal"),
+    "duplicate_is_no_op": Parts(connector=_DeniesRepeats),
+    "conflict_is_refused": Parts(connector=_HidesConflicts),
+    "protected_admission": Parts(connector=_EvictsLeased),
+    "safe_refusal": Parts(connector=_EvictsBeforeItRefuses),
     "eviction_after_lease": Parts(release=lambda owner, scope: 0),
-    "close_during_lease": _sabotaged("close_during_lease"),
-    "wrong_generation": Parts(unpack=_accept_any_generation),
-    "corrupt_checksum": Parts(unpack=_accept_any_payload),
+    "close_during_lease": Parts(connector=_ClosesOverLeases),
+    "wrong_generation": Parts(channel=_AcceptsAnyGeneration),
+    "corrupt_checksum": Parts(channel=_AcceptsAnyPayload),
 }
 INVARIANTS: Final = tuple(_SABOTAGE)
 
@@ -389,7 +391,8 @@ class Result:
         for arm in self.arms:
             for event in arm.events:
                 line = event_json(event)
-                yield {"arm": arm.name, "record": line["attrs"]["record"], "stage": line.pop("name")} | line
+                record = bytes.fromhex(str(event.attrs["key"])).decode()
+                yield {"arm": arm.name, "record": record, "stage": line.pop("name")} | line
 
     def evidence(self) -> dict[str, Any]:
         """What the result was obtained with, so that somebody else can obtain it."""
