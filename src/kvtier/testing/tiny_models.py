@@ -117,7 +117,7 @@ _MODELS = (
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
+            "first_k_dense_replace": 2,
             "n_group": 1,
             "topk_group": 1,
             "topk_method": "greedy",

@@ -6,7 +6,7 @@ prefix cache and how many from the connector, to let stores finish while no requ
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,11 @@ class _Pending:
 
 @dataclass
 class Counters:
-    """Sums of what the connector reported over the engine's life, by metric name (labels in braces)."""
+    """What the connector reported over the engine's life: counters summed up, gauges as they were last.
+
+    Attributes:
+        values: by metric name, with labels in braces where there are any.
+    """
 
     values: dict[str, float] = field(default_factory=dict)
 
@@ -118,6 +122,7 @@ class Engine:
         self._pending: dict[str, _Pending] = {}
         self._answers: dict[str, Answer] = {}
         self._next_id = 0
+        self._gauges = _gauge_names() if kvtier is not None else frozenset()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | settings)))
         self._core = self._engine.engine_core
         self._in_process = hasattr(self._core, "engine_core")
@@ -183,6 +188,11 @@ class Engine:
         """End a request now, wherever it is."""
         self._engine.abort_request([request_id], internal=True)
         self._pending.pop(request_id, None)
+
+    def has_first_token(self, request_id: str) -> bool:
+        """Whether the request has given a token, or has ended."""
+        pending = self._pending.get(request_id)
+        return pending is None or pending.first_token_s is not None
 
     def unfinished(self, request_id: str) -> bool:
         """Whether the request has not ended yet."""
@@ -255,21 +265,30 @@ class Engine:
                     pending.external_tokens = output.prefill_stats.num_external_cached_tokens
             stats = outputs.scheduler_stats
             if stats is not None and stats.kv_connector_stats:
-                add_connector_stats(self.counters.values, stats.kv_connector_stats)
+                add_connector_stats(self.counters.values, stats.kv_connector_stats, self._gauges)
             return outputs
 
         return tap
 
 
-def add_connector_stats(sums: dict[str, float], data: Mapping[str, Any]) -> None:
-    """Add one step's connector statistics, as vLLM carries them, to `sums`: the one place that knows their form."""
-    for name, value in data.items():
-        if isinstance(value, Mapping):
-            add_connector_stats(sums, {f"{name}{{{label}}}": part for label, part in value.items()})
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            sums[name] = sums.get(name, 0.0) + sum(part for part in value if isinstance(part, (int, float)))
-        elif isinstance(value, (int, float)):
-            sums[name] = sums.get(name, 0.0) + value
+def add_connector_stats(values: dict[str, float], stats: Mapping[str, Any], gauges: Collection[str]) -> None:
+    """Add one step's connector statistics to `values`: the one place that knows the form in which vLLM carries them.
+
+    That form is `{"data": {metric: {labels: number or list of observations}}}`. Gauges replace, all else adds up.
+    """
+    for metric, by_labels in stats.get("data", stats).items():
+        for labels, value in by_labels.items():
+            key = f"{metric}{{{','.join(labels)}}}" if labels else metric
+            number = float(sum(value)) if isinstance(value, (list, tuple)) else float(value)
+            values[key] = number if metric in gauges else values.get(key, 0.0) + number
+
+
+def _gauge_names() -> frozenset[str]:
+    from vllm.v1.kv_offload.base import OffloadingGaugeMetadata
+
+    from kvtier.engine.vllm.metrics import definitions
+
+    return frozenset(name for name, metric in definitions().items() if isinstance(metric, OffloadingGaugeMetadata))
 
 
 def _answer(output: Any, completion: Any, pending: _Pending) -> Answer:
