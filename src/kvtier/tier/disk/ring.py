@@ -443,6 +443,8 @@ def _judge(jobs: Any, steps: Any, stats: Any, job: int, result: int) -> int:
         jobs[job, J_MOVED] = size
         if steps[row, S_LENGTH] >= 0 and size != steps[row, S_LENGTH]:
             _fail(jobs, job, E_END)
+    if op == O_CLOSE:
+        jobs[job, J_FD] = -1
     jobs[job, J_DONE] = 0
     jobs[job, J_RETRIES] = 0
     jobs[job, J_STEP] += 1
