@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.record import envelope as env
 from kvtier.record import errors as err
 
+NO_DEADLINE = settings(deadline=None)
 WHO = env.Identity(namespace=b"namespace-fingerprint", key=bytes(range(32)), generation=7, group=1, rank=3)
 PAYLOAD = bytes(range(256)) * 20
 
@@ -38,6 +39,7 @@ params = st.dictionaries(
 )
 
 
+@NO_DEADLINE
 @given(identities, st.binary(max_size=300), params, st.integers(0, 2**40))
 def test_head_first_round_trip_and_exact_sizes(
     who: env.Identity, payload: bytes, codec_params: dict[str, Any], raw: int
@@ -53,6 +55,7 @@ def test_head_first_round_trip_and_exact_sizes(
     assert env.encode_head(env.decode_head(record)) == env.encode_head(head) == record[: len(record) - len(payload)]
 
 
+@NO_DEADLINE
 @given(identities, st.binary(max_size=9000), st.integers(0, 3))
 def test_head_last_round_trip(who: env.Identity, payload: bytes, spare_pages: int) -> None:
     slot = sealed(payload, who, env.slot_bytes(len(payload)) + 4096 * spare_pages)
@@ -187,6 +190,7 @@ def test_a_record_with_bytes_too_many_or_too_few_behind_its_head() -> None:
         env.pack(env.head_for(WHO, PAYLOAD), PAYLOAD[1:])
 
 
+@NO_DEADLINE
 @given(st.data())
 def test_fuzz_any_change_of_any_byte_is_refused(data: st.DataObject) -> None:
     record = bytearray(env.pack(env.head_for(WHO, PAYLOAD[:300]), PAYLOAD[:300]))
@@ -197,6 +201,7 @@ def test_fuzz_any_change_of_any_byte_is_refused(data: st.DataObject) -> None:
             env.unpack(record, WHO)
 
 
+@NO_DEADLINE
 @given(st.binary(max_size=600), st.booleans())
 def test_fuzz_random_bytes_are_refused_by_a_typed_error(noise: bytes, with_magic: bool) -> None:
     record = env.MAGIC + b"\1\0\0\0" + noise if with_magic else noise

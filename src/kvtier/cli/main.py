@@ -1,57 +1,31 @@
 """`kvtier`: finds the command and runs it.
 
-A command is one file here: `NAME`, `HELP`, `add_arguments(parser)`, `run(args) -> exit code`. What is heavy to import is imported inside `run`.
-Exit codes: 0 success, 1 what the command was to show does not hold, 2 it was used wrongly or cannot run here.
+A command is one file here, see `kvtier.cli.command`. Exit codes: 0 success; 1 what the command was to show does not hold; 2 it was used
+wrongly or cannot run here.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 from kvtier import __version__
-from kvtier.cli import bench, quickstart
+from kvtier.cli import bench, config, quickstart
+from kvtier.cli.command import Command, add_commands
 from kvtier.errors import KVTierError
 
-
-class Command(Protocol):
-    """What a command's module has."""
-
-    NAME: str
-    HELP: str
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
-
-    @staticmethod
-    def run(args: argparse.Namespace) -> int:
-        """Run it; its exit code."""
-
-
 # Adding a command is one file and one name here.
-COMMANDS: tuple[Command, ...] = (bench, quickstart)
+COMMANDS: tuple[Command, ...] = (bench, config, quickstart)
 
 
-def make_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="kvtier", description="Keeps the KV cache of large language models outside the GPU and brings it back."
     )
     parser.add_argument("--version", action="version", version=f"kvtier {__version__}")
-    add_commands(parser, commands, "command")
+    add_commands(parser, COMMANDS, "COMMAND")
     return parser
-
-
-def add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command], what: str) -> None:
-    """Make `commands` subcommands of `parser`; the one chosen is run as `args.run(args)`."""
-    choices = parser.add_subparsers(metavar=what.upper(), required=True)
-    for command in commands:
-        child = choices.add_parser(command.NAME, help=command.HELP, description=command.HELP)
-        command.add_arguments(child)
-        if child.get_default("run") is None:
-            child.set_defaults(run=command.run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

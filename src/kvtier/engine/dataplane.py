@@ -200,6 +200,11 @@ class DataPlane:
             outcomes, self._outcomes = self._outcomes, []
         return results, outcomes
 
+    def wait_for_news(self, deadline_s: float) -> bool:
+        """Wait until `poll` has something, at most `deadline_s` seconds."""
+        with self._ended:
+            return self._ended.wait_for(lambda: bool(self._results or self._outcomes), deadline_s)
+
     def wait(self, job_ids: set[int], deadline_s: float) -> bool:
         """Wait until these jobs have ended, at most `deadline_s` seconds. Those that have not then will copy nothing more."""
         with self._ended:
@@ -244,8 +249,9 @@ class DataPlane:
             self._ended.notify_all()
 
     def _report(self, outcome: Outcome) -> None:
-        with self._lock:
+        with self._ended:
             self._outcomes.append(outcome)
+            self._ended.notify_all()
 
     def _identity(self, part: PartPlace, generation: int) -> Identity:
         return Identity(self._namespace, part.key, generation, part.group, self._rank)
@@ -517,6 +523,7 @@ class DataPlane:
     def _pass_fence(self, fence_id: int) -> None:
         with self._lock:
             self._fences_passed[fence_id] += 1
-            if self._fences_passed[fence_id] == 2:
-                del self._fences_passed[fence_id]
-                self._outcomes.append(FenceDone(fence_id))
+            passed = self._fences_passed[fence_id] == 2
+        if passed:
+            del self._fences_passed[fence_id]
+            self._report(FenceDone(fence_id))

@@ -52,9 +52,7 @@ def write_manifest(namespace: Namespace, root: Path) -> Path:
             found = json.loads(path.read_text())
         except ValueError as error:
             raise StoreUnavailableError(f"{path} is not JSON ({error}): move {directory} away, or delete it") from None
-        if found.get("format") != MANIFEST_FORMAT or _canonical(found.get("fields", {})) != _canonical(
-            namespace.fields
-        ):
+        if found != {"format": MANIFEST_FORMAT, "id": namespace.id.hex(), "fields": dict(namespace.fields)}:
             raise StoreUnavailableError(
                 f"{path} belongs to another namespace or version of kvtier: move {directory} away, or delete it"
             )

@@ -1,9 +1,16 @@
 """Eviction policies by name. Adding one is one file and one line here."""
 
+from kvtier.policy.arc import ARCPolicy
 from kvtier.policy.base import EvictionPolicy
+from kvtier.policy.fifo import FIFOPolicy
+from kvtier.policy.lfu import LFUPolicy
 from kvtier.policy.lru import LRUPolicy
+from kvtier.policy.s3fifo import S3FIFOPolicy
+from kvtier.policy.sieve import SievePolicy
 
-_POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRUPolicy,)}
+_POLICIES: dict[str, type[EvictionPolicy]] = {
+    policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LFUPolicy, LRUPolicy, S3FIFOPolicy, SievePolicy)
+}
 
 
 def policy_names() -> tuple[str, ...]:

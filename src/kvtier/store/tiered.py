@@ -161,7 +161,10 @@ class TieredStore:
         self.limits = limits
         self.generation = generation
         self.counters: Counter[str] = Counter()
-        self._slots = SlotAllocator(limits.slot_bytes, limits.arena_bytes)
+        # Groups whose parts are equally large share a size class.
+        sizes = sorted(set(limits.slot_bytes))
+        self._class = [sizes.index(size) for size in limits.slot_bytes]
+        self._slots = SlotAllocator(sizes, limits.arena_bytes)
         self._dram: dict[Key, _Slot] = {}
         self._dram_policy: EvictionPolicy = make_policy(limits.dram_policy, limits.arena_bytes)
         self._disk: dict[Key, int] = {}
@@ -519,9 +522,9 @@ class TieredStore:
             for key in self._dram_policy.candidates(now_s, is_leased, new[0].key):
                 slot = self._dram[key]
                 key_at[slot.offset] = key
-                yield slot.group, slot.offset
+                yield self._class[slot.group], slot.offset
 
-        chosen = self._slots.choose_victims(Counter(part.group for part in new), victims())
+        chosen = self._slots.choose_victims(Counter(self._class[part.group] for part in new), victims())
         if chosen is None:
             return None
         for victim in chosen:
@@ -532,7 +535,7 @@ class TieredStore:
         self.counters["dram_evicted_parts"] += len(chosen)
         slots = []
         for part in new:
-            offset = self._slots.take(part.group)
+            offset = self._slots.take(self._class[part.group])
             assert offset is not None, "choose_victims promised room"
             info = RecordInfo(self.limits.slot_bytes[part.group], part.parent, part.depth_tokens)
             slot = _Slot(part.group, offset, info)

@@ -26,8 +26,11 @@ from kvtier.memory.base import (
     StoreClosedError,
 )
 
-KEYS = [b"key-%d" % number for number in range(6)]
+KEYS = [b"key-%d" % number for number in range(4)]
 SCOPES = ["load-1", "load-2"]
+# Few, and large beside the capacity, so that repeats, conflicts and evictions happen often.
+VALUES = st.builds(lambda length, fill: bytes([fill]) * length, st.integers(0, 16), st.sampled_from([0, 255]))
+STEPS_BEFORE_CLOSE = 20
 
 
 class _Machine(RuleBasedStateMachine):
@@ -41,11 +44,13 @@ class _Machine(RuleBasedStateMachine):
         self.views: list[tuple[memoryview, bytes]] = []
         self.closed_owners: set[int] = set()
         self.closing = False
+        self.steps = 0
 
-    @initialize(capacity_bytes=st.integers(1, 40))
+    @initialize(capacity_bytes=st.integers(1, 40) | st.just(24))
     def begin(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.store = type(self).make_store(capacity_bytes)
+        self.owners.append(self.store.owner("owner-0"))
 
     def used(self) -> int:
         return sum(map(len, self.values.values()))
@@ -60,7 +65,7 @@ class _Machine(RuleBasedStateMachine):
             self.values.clear()
         return before - len(self.leases)
 
-    @rule(key=st.sampled_from(KEYS), value=st.binary(max_size=24), kind=st.sampled_from([bytes, bytearray, memoryview]))
+    @rule(key=st.sampled_from(KEYS), value=VALUES, kind=st.sampled_from([bytes, bytearray, memoryview]))
     def put(self, key: bytes, value: bytes, kind: Callable[[bytes], Any]) -> None:
         if self.closing:
             with pytest.raises(StoreClosedError):
@@ -165,7 +170,7 @@ class _Machine(RuleBasedStateMachine):
         assert self.owners[number].close() == self.let_go(lambda owner, _scope: owner == number)
         self.closed_owners.add(number)
 
-    @precondition(lambda self: len(self.values) > 2)
+    @precondition(lambda self: self.steps > STEPS_BEFORE_CLOSE)
     @rule()
     def close(self) -> None:
         self.closing = True
@@ -183,6 +188,7 @@ class _Machine(RuleBasedStateMachine):
     def the_store_holds_what_the_model_holds(self) -> None:
         if not hasattr(self, "store"):
             return
+        self.steps += 1
         assert self.store.used_bytes == self.used() <= self.capacity_bytes
         assert len(self.store) == len(self.values)
         if not self.closing:

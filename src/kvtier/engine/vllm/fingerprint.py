@@ -25,7 +25,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 def _plain(value: Any) -> Any:
     """What JSON can hold, out of whatever a configuration holds."""
-    return json.loads(json.dumps(value, sort_keys=True, default=str))
+    # Infinity, which Granite and Falcon have in their time step limits, is no JSON: it is kept as that word.
+    return json.loads(json.dumps(value, sort_keys=True, default=str), parse_constant=str)
 
 
 def _weights(model: str, revision: str | None) -> Mapping[str, object]:

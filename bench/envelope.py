@@ -1,0 +1,198 @@
+"""What the envelope costs: writes and reads of 1 MiB with it and without it, in turn, in one run.
+
+    python bench/envelope.py DIR [--rounds 400] [--json F]
+
+`direct`: a file in DIR, O_DIRECT, as the disk tier writes: a bare write of the payload against seal_slot and a write of the slot; a bare read against a read
+and open_slot. `direct x16`: the same with 16 in flight on 4 threads, as a transfer list is moved: sums overlap with I/O, times are of all 16.
+`cached`: one at a time through the page cache. `memory`: put and get of a MEMORY store with a copy each way, bare against pack and unpack.
+What is added is shown as a share of the bare time, beside the checksum's own time. Linux.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from kvtier.memory.bytestore import MemoryByteStore
+from kvtier.record.envelope import Identity, head_for, open_slot, pack, seal_slot, slot_bytes, unpack, xxh3
+
+PAYLOAD_BYTES = 1 << 20
+SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
+SLOTS = 64
+BATCH = 16
+WHO = Identity(b"n" * 32, b"k" * 32, 1, 0, 0)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
+    slot = memoryview(mmap.mmap(-1, SLOT_BYTES))
+    slot[:PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
+    target = memoryview(mmap.mmap(-1, SLOT_BYTES))
+    file = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    seal_slot(slot, WHO, PAYLOAD_BYTES)
+    for number in range(SLOTS):
+        os.pwrite(file, slot, number * SLOT_BYTES)
+
+    def sealed_write(number: int) -> None:
+        seal_slot(slot, WHO, PAYLOAD_BYTES)
+        os.pwrite(file, slot, number % SLOTS * SLOT_BYTES)
+
+    def opened_read(number: int) -> None:
+        os.preadv(file, [target], number % SLOTS * SLOT_BYTES)
+        open_slot(target, WHO, PAYLOAD_BYTES)
+
+    cases: dict[str, Callable[[int], Any]] = {
+        # The same payload each time, so that the head which a bare write leaves behind still fits.
+        "write bare": lambda number: os.pwrite(file, slot[:PAYLOAD_BYTES], number % SLOTS * SLOT_BYTES),
+        "write": sealed_write,
+        "read bare": lambda number: os.preadv(file, [target[:PAYLOAD_BYTES]], number % SLOTS * SLOT_BYTES),
+        "read": opened_read,
+    }
+
+    def done() -> None:
+        os.close(file)
+        path.unlink()
+
+    return cases, done
+
+
+def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
+    slots = [memoryview(mmap.mmap(-1, SLOT_BYTES)) for _ in range(BATCH)]
+    for slot in slots:
+        slot[:PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
+        seal_slot(slot, WHO, PAYLOAD_BYTES)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    pool = ThreadPoolExecutor(4)
+    for number in range(SLOTS):
+        os.pwrite(file, slots[0], number * SLOT_BYTES)
+
+    def place(number: int, index: int) -> int:
+        return (number * BATCH + index) % SLOTS * SLOT_BYTES
+
+    def write(number: int, sealed: bool) -> None:
+        length = SLOT_BYTES if sealed else PAYLOAD_BYTES
+        writes = []
+        for index, slot in enumerate(slots):
+            if sealed:
+                seal_slot(slot, WHO, PAYLOAD_BYTES)
+            writes.append(pool.submit(os.pwrite, file, slot[:length], place(number, index)))
+        for done in writes:
+            done.result()
+
+    def read(number: int, sealed: bool) -> None:
+        length = SLOT_BYTES if sealed else PAYLOAD_BYTES
+        reads = {
+            pool.submit(os.preadv, file, [slot[:length]], place(number, index)): slot
+            for index, slot in enumerate(slots)
+        }
+        for done in as_completed(reads):
+            done.result()
+            if sealed:
+                open_slot(reads[done], WHO, PAYLOAD_BYTES)
+
+    write(0, True)
+    for number in range(SLOTS // BATCH):
+        write(number, True)
+    # Reads look at slots that bare writes never touched.
+    half = SLOTS // BATCH // 2
+    cases: dict[str, Callable[[int], Any]] = {
+        "write bare": lambda number: write(number % half, False),
+        "write": lambda number: write(number % half, True),
+        "read bare": lambda number: read(half + number % half, False),
+        "read": lambda number: read(half + number % half, True),
+    }
+
+    def done() -> None:
+        pool.shutdown()
+        os.close(file)
+        path.unlink()
+
+    return cases, done
+
+
+def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
+    store = MemoryByteStore(8 << 20)
+    source, target = memoryview(bytearray(os.urandom(PAYLOAD_BYTES))), memoryview(bytearray(PAYLOAD_BYTES))
+    key = iter(range(1 << 40))
+
+    def bare_put(_: int) -> None:
+        store.put(b"%d" % next(key), source)
+
+    def put(_: int) -> None:
+        store.put(b"%d" % next(key), pack(head_for(WHO, source), source))
+
+    store.put(b"bare", bytes(source))
+    store.put(b"packed", pack(head_for(WHO, source), source))
+    owner = store.owner("bench")
+    owner.lease(b"bare")
+    owner.lease(b"packed")
+
+    def bare_get(_: int) -> None:
+        view = store.get(b"bare")
+        assert view is not None
+        target[:] = view
+
+    def get(_: int) -> None:
+        view = store.get(b"packed")
+        assert view is not None
+        target[:] = unpack(view, WHO)[1]
+
+    return {"write bare": bare_put, "write": put, "read bare": bare_get, "read": get}, owner.close
+
+
+def measure(cases: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 5):
+        for name, work in cases.items():
+            times[name].append(seconds(lambda work=work, number=number: work(number)))  # type: ignore[misc]
+    found = {name: statistics.median(values[5:]) for name, values in times.items()}
+    return {
+        "write_bare_us": found["write bare"] * 1e6,
+        "write_us": found["write"] * 1e6,
+        "write_added": found["write"] / found["write bare"] - 1,
+        "read_bare_us": found["read bare"] * 1e6,
+        "read_us": found["read"] * 1e6,
+        "read_added": found["read"] / found["read bare"] - 1,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    payload = os.urandom(PAYLOAD_BYTES)
+    result: dict[str, Any] = {
+        "payload_bytes": PAYLOAD_BYTES,
+        "checksum_us": statistics.median(seconds(lambda: xxh3(payload)) for _ in range(400)) * 1e6,
+    }
+    media = {
+        "direct": lambda: file_cases(args.directory / "envelope.bench", os.O_DIRECT),
+        "direct x16": lambda: batch_cases(args.directory / "envelope.bench"),
+        "cached": lambda: file_cases(args.directory / "envelope.bench", 0),
+        "memory": memory_cases,
+    }
+    for name, make in media.items():
+        cases, done = make()
+        result[name] = measure(cases, args.rounds // 4 if name == "direct x16" else args.rounds)
+        done()
+        print(name, {key: round(value, 3) for key, value in result[name].items()})
+    print(f"checksum alone {result['checksum_us']:.1f} us")
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""`bf16_split`: lossless, for bfloat16. Exponents compress, the rest does not.
+
+Of the 16 bits of a bfloat16 the 8 of the exponent are few values in fact, while sign and mantissa are noise. The codec takes them apart into two
+planes of one byte an element, compresses the plane of exponents with zstd and keeps the other as it is. Exponents repeat in frequency, not in sequence:
+searching them for matches costs two thirds of the time and makes the result larger, so level 0, the default, leaves that out.
+
+    payload = zstd frame of the exponents | sign and mantissa, one byte an element | the last raw byte where their number is odd
+
+The loops run in numba, without the GIL, where it is installed, and in numpy otherwise; the bytes are the same.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.record.codecs import (
+    ZSTD_LEVEL_MAX,
+    Codec,
+    Encoded,
+    declined,
+    int_in,
+    param_int,
+    ratio_from,
+    refuse_unknown,
+    zstd_compress,
+    zstd_compress_entropy,
+    zstd_decompress_into,
+)
+from kvtier.record.envelope import Scalar
+from kvtier.record.errors import CodecError
+
+U16 = npt.NDArray[np.uint16]
+U8 = npt.NDArray[np.uint8]
+Split = Callable[[U16, U8, U8], None]
+Join = Callable[[U8, U8, U16], None]
+
+
+def split_numpy(elements: U16, exponents: U8, rest: U8) -> None:
+    """Take bfloat16 patterns apart."""
+    np.right_shift(elements, 7, out=exponents, casting="unsafe")
+    np.bitwise_or((elements >> 8) & 0x80, elements & 0x7F, out=rest, casting="unsafe")
+
+
+def join_numpy(exponents: U8, rest: U8, elements: U16) -> None:
+    """Put bfloat16 patterns together."""
+    np.left_shift(exponents, 7, out=elements, dtype=np.uint16)
+    wide = rest.astype(np.uint16)
+    elements |= wide & 0x7F
+    wide &= 0x80
+    wide <<= 8
+    elements |= wide
+
+
+def _split_loop(elements: U16, exponents: U8, rest: U8) -> None:
+    for at in range(elements.size):
+        element = elements[at]
+        exponents[at] = (element >> 7) & 0xFF
+        rest[at] = ((element >> 8) & 0x80) | (element & 0x7F)
+
+
+def _join_loop(exponents: U8, rest: U8, elements: U16) -> None:
+    for at in range(elements.size):
+        byte = np.uint16(rest[at])
+        elements[at] = (np.uint16(exponents[at]) << 7) | (byte & 0x7F) | ((byte & 0x80) << 8)
+
+
+@cache
+def loops() -> tuple[Split, Join]:
+    """The fastest loops that there are here."""
+    try:
+        from numba import njit
+    except ImportError:
+        return split_numpy, join_numpy
+    try:
+        return njit(nogil=True, cache=True)(_split_loop), njit(nogil=True, cache=True)(_join_loop)
+    except RuntimeError:  # nowhere to keep what was compiled: compile it in each process
+        return njit(nogil=True)(_split_loop), njit(nogil=True)(_join_loop)
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16SplitCodec(Codec):
+    """Exponents in zstd, sign and mantissa raw.
+
+    Parameters: `level` (0 to 22; 0, the default, codes by frequency alone, others are zstd's), `ratio_min` (default 1.1).
+    """
+
+    name: ClassVar[str] = "bf16_split"
+    level: int = 0
+    ratio_min: float = 1.1
+
+    @classmethod
+    def make(cls, **params: Any) -> Self:
+        refuse_unknown(cls.name, params, ("level", "ratio_min"))
+        return cls(
+            int_in(cls.name, "level", params.get("level", 0), 0, ZSTD_LEVEL_MAX),
+            ratio_from(cls.name, params.get("ratio_min", 1.1)),
+        )
+
+    def encode(self, raw: memoryview) -> Encoded:
+        count = len(raw) // 2
+        elements = np.frombuffer(raw, "<u2", count)
+        exponents = np.empty(count, np.uint8)
+        rest = np.empty(count, np.uint8)
+        loops()[0](elements, exponents, rest)
+        frame = zstd_compress(exponents.data, self.level) if self.level else zstd_compress_entropy(exponents.data)
+        if (len(frame) + len(raw) - count) * self.ratio_min > len(raw):
+            return declined(raw)
+        payload = b"".join((frame, rest.data, raw[2 * count :]))
+        return Encoded(payload, self.name, {"exponents_bytes": len(frame), "level": self.level})
+
+    @classmethod
+    def decode(cls, payload: memoryview, params: Mapping[str, Scalar], out: memoryview) -> None:
+        count = len(out) // 2
+        frame_bytes = param_int(cls.name, params, "exponents_bytes", 0, len(payload))
+        if len(payload) - frame_bytes != len(out) - count:
+            raise CodecError(
+                f"a {cls.name} payload of {len(payload)} bytes with {frame_bytes} of exponents cannot hold {len(out)} raw bytes"
+            )
+        exponents = np.empty(count, np.uint8)
+        zstd_decompress_into(payload[:frame_bytes], exponents.data)
+        rest = np.frombuffer(payload, np.uint8, count, frame_bytes)
+        loops()[1](exponents, rest, np.frombuffer(out, "<u2", count))
+        out[2 * count :] = payload[frame_bytes + count :]
