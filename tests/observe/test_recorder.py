@@ -228,3 +228,14 @@ def test_the_trace_has_spans_on_their_tracks_and_arrows_for_dependencies(tmp_pat
 
 def test_an_empty_run_is_a_trace_too() -> None:
     assert rec.chrome_trace(rec.Recorder().finish())["otherData"]["finished"] is True
+
+
+def test_stages_are_summed_up() -> None:
+    events = [
+        rec.Event(number, "store", 0, number * 1000, "t", raw_bytes=10, stored_bytes=5, moved_bytes=3)
+        for number in range(1, 101)
+    ]
+    stages = rec.stages_of(rec.Recording((*events, rec.Event(101, "evict", 7, 7, "t")), 0, 0, True))
+    assert list(stages) == ["store", "evict"]
+    assert stages["store"] == rec.Stage(100, pytest.approx(5050e-6), 50, 99, 1000, 500, 300)
+    assert stages["evict"] == rec.Stage(1, 0, 0, 0, 0, 0, 0)

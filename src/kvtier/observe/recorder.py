@@ -315,6 +315,40 @@ def _is_acyclic(by_id: Mapping[int, Event]) -> bool:
     return done == len(by_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """All spans and events of one name. Times of stages that ran at once overlap: they do not add up to the run's."""
+
+    count: int
+    total_s: float
+    p50_us: float
+    p99_us: float
+    raw_bytes: int
+    stored_bytes: int
+    moved_bytes: int
+
+
+def stages_of(run: Recording) -> dict[str, Stage]:
+    """What each stage took, in the order in which the stages first ended."""
+    by_name: dict[str, list[Event]] = {}
+    for event in run.events:
+        by_name.setdefault(event.name, []).append(event)
+    return {name: _stage(events) for name, events in by_name.items()}
+
+
+def _stage(events: Sequence[Event]) -> Stage:
+    times_ns = sorted(event.end_ns - event.start_ns for event in events)
+    return Stage(
+        len(events),
+        sum(times_ns) / 1e9,
+        times_ns[(len(times_ns) - 1) // 2] / 1e3,
+        times_ns[-(-99 * len(times_ns) // 100) - 1] / 1e3,
+        sum(event.raw_bytes for event in events),
+        sum(event.stored_bytes for event in events),
+        sum(event.moved_bytes for event in events),
+    )
+
+
 # -- files ---------------------------------------------------------------------------------------------------------------
 
 
