@@ -23,9 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
+
+import msgspec
 
 from kvtier.errors import KVTierError
 
@@ -39,8 +41,7 @@ class RecordingError(KVTierError):
     """A recording was used wrongly or cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """A span that ended, or an event, whose `start_ns` and `end_ns` are equal.
 
     Attributes:
@@ -67,11 +68,10 @@ class Event:
     raw_bytes: int = 0
     stored_bytes: int = 0
     moved_bytes: int = 0
-    attrs: Mapping[str, Scalar] = field(default_factory=dict)
+    attrs: dict[str, Scalar] = {}
 
 
-@dataclass(slots=True)
-class Span:
+class Span(msgspec.Struct, eq=False):
     """A span under way. Its byte counts and `attrs` may be set until it is ended."""
 
     id: int
@@ -354,7 +354,7 @@ def _stage(events: Sequence[Event]) -> Stage:
 
 def event_json(event: Event) -> dict[str, Any]:
     """An event as it stands in JSON: `attrs` beside the fields, times as they are."""
-    line = asdict(event)
+    line = msgspec.structs.asdict(event)
     attrs = line.pop("attrs")
     return line | {"attrs": attrs} if attrs else line
 
