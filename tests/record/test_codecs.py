@@ -377,7 +377,7 @@ def test_payloads_of_a_faulty_writer_are_refused(name: str) -> None:
     ]
     if name in ("zstd", "bf16_split"):
         wrong += [(head, bytes(view[:2]) + b"\xff" * 40 + bytes(view[42:])), (head, bytes(len(view)))]
-    if name != "zstd":
+    if name in ("int8", "fp8"):
         wrong.append((replace(head, codec_params={}), view))
     for faulty, bytes_given in wrong:
         with pytest.raises((CodecError, RecordChecksumError)):
@@ -500,7 +500,7 @@ def test_fuzz_decoders_refuse_or_decode_and_nothing_else(data: st.DataObject) ->
         case "grow":
             payload += data.draw(st.binary(min_size=1, max_size=40))
         case "params":
-            names = [*head.codec_params, "exponent", "exponents_bytes", "tokens"]
+            names = [*head.codec_params, "exponent", "tokens"]
             head = replace(
                 head, codec_params=dict(head.codec_params) | {data.draw(st.sampled_from(names)): data.draw(scalars)}
             )
@@ -533,5 +533,5 @@ def test_the_fuzzer_has_something_to_find() -> None:
             )
 
     head, payload = SOUND["bf16_split"]
-    with pytest.raises((KeyError, ValueError)):
+    with pytest.raises(ValueError):
         Careless.decode(memoryview(bytes(payload)[:100]), head.codec_params, memoryview(bytearray(len(RAW_PART))))
