@@ -75,6 +75,7 @@ def main() -> None:
     puts = put_evict_us(args.policy)
     figures = {
         "policy": args.policy,
+        "load_average": round(os.getloadavg()[0], 1),
         "get_4kib_us": round(get_us(args.policy), 2),
         "put_evict_us": {str(records): round(value, 2) for records, value in puts.items()},
         "put_evict_ratio": round(puts[1_000_000] / puts[10_000], 2),
