@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for row, _, _ in runs:
         medians = [statistics.median(column) for column in zip(*row.pop("times_s"), strict=True)]
         row |= {
-            name: round(gbs / max(median_s, 1e-9), 3)
+            name: float(f"{gbs / max(median_s, 1e-9):.4g}")
             for name, median_s in zip(
                 ("encode_gbs", "encode_cpu_gbs", "decode_gbs", "decode_cpu_gbs"), medians, strict=True
             )
