@@ -533,3 +533,22 @@ def test_the_fuzzer_finds_a_decoder_that_does_not_check(monkeypatch: pytest.Monk
     monkeypatch.setattr(codec_bf16.Bf16SplitCodec, "decode", careless)
     with pytest.raises(ValueError, match="buffer"):
         test_fuzz_decoders_refuse_or_decode_and_nothing_else()
+
+
+def test_parts_at_odd_addresses_are_split_the_same() -> None:
+    raw = kv(1, 16, 3, 64)
+    shifted = memoryview(b"?" + raw)[1:]
+    head, payload = encode_record(make_codec("bf16_split"), WHO, raw)
+    assert bytes(encode_record(make_codec("bf16_split"), WHO, shifted)[1]) == bytes(payload)
+    target = memoryview(bytearray(len(raw) + 1))[1:]
+    assert decode_record(head, payload, target) == raw
+
+
+def test_one_loop_is_compiled_whatever_memory_it_is_given() -> None:
+    raw = kv(1, 16, 3, 64)
+    codec = make_codec("bf16_split")
+    split = codec_bf16.loops()[0]
+    compiled = len(getattr(split, "signatures", []))
+    for source in (raw, bytearray(raw), memoryview(raw), memoryview(bytearray(raw))):
+        encode_record(codec, WHO, source)
+    assert len(getattr(split, "signatures", [])) == compiled
