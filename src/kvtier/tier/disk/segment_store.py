@@ -69,6 +69,7 @@ LOCK_NAME = "lock"
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
 _NOTES_MAX = 64
+_GROUP = 64
 _REFRESH_PERIOD_S = 0.2
 
 Durability = Literal["none", "flush", "sync"]
@@ -504,15 +505,17 @@ class SegmentStore(PartStore):
         if self._refused(parts, done):
             return batch
         at_once: list[PartDone] = []
-        start: list[_Write] = []
-        with self._lock:
-            for part in parts:
-                ended = self._admit(part, batch, lane, start)
-                if ended is not None:
-                    at_once.append(ended)
-            if self._waiting:
-                self._wake.notify()
-        self._start_writes(start)
+        # In groups, so that the disk works on the first while the others are looked up.
+        for first in range(0, len(parts), _GROUP):
+            start: list[_Write] = []
+            with self._lock:
+                for part in parts[first : first + _GROUP]:
+                    ended = self._admit(part, batch, lane, start)
+                    if ended is not None:
+                        at_once.append(ended)
+                if self._waiting:
+                    self._wake.notify()
+            self._start_writes(start)
         self._say_soon(batch, at_once)
         return batch
 
@@ -584,6 +587,17 @@ class SegmentStore(PartStore):
         if self._refused(parts, done):
             return batch
         at_once: list[PartDone] = []
+        for first in range(0, len(parts), _GROUP):
+            reads = self._find(parts[first : first + _GROUP], batch, at_once)
+            jobs = [self._read_job(read, lane, deadline_s) for read in reads]
+            batch.jobs += jobs
+            if jobs:
+                self._io.submit(jobs, self._on_read)
+        self._say_soon(batch, at_once)
+        return batch
+
+    def _find(self, parts: Sequence[PartRead], batch: _Batch, at_once: list[PartDone]) -> list[_Read]:
+        """Where the parts lie, each held against reuse of its slot; what needs no read is added to `at_once`."""
         reads: list[_Read] = []
         with self._lock:
             index = self._index
@@ -607,12 +621,7 @@ class SegmentStore(PartStore):
                     entry.used = self._used
                     self._touched[entry.id] = entry
                 reads.append(_Read(part, batch, entry))
-        jobs = [self._read_job(read, lane, deadline_s) for read in reads]
-        batch.jobs = jobs
-        if jobs:
-            self._io.submit(jobs, self._on_read)
-        self._say_soon(batch, at_once)
-        return batch
+        return reads
 
     def _read_job(self, read: _Read, lane: Lane, deadline_s: float | None) -> Job:
         buffer = read.part.buffer
