@@ -30,6 +30,7 @@ A forked child shares nothing: every call on its parent's store fails as CLOSED 
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import sqlite3
@@ -75,22 +76,38 @@ _REFRESH_PERIOD_S = 0.2
 Durability = Literal["none", "flush", "sync"]
 
 
-@dataclass(slots=True, eq=False)
 class _Entry:
     """A published part, or one that is on its way out."""
 
-    id: int
-    key: Key
-    segment: Segment
-    slot: int
-    stored_bytes: int
-    head_hash: int
-    depth_tokens: int
-    value_s_per_byte: float
-    used: int
-    readers: int = 0
-    removed: bool = False
-    removal_committed: bool = False
+    __slots__ = (
+        "depth_tokens", "head_hash", "id", "key", "readers", "removal_committed", "removed", "segment", "slot", "stored_bytes", "used",
+        "value_s_per_byte",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id_: int,
+        key: Key,
+        segment: Segment,
+        slot: int,
+        stored_bytes: int,
+        head_hash: int,
+        depth_tokens: int,
+        value_s_per_byte: float,
+        used: int,
+    ) -> None:
+        self.id = id_
+        self.key = key
+        self.segment = segment
+        self.slot = slot
+        self.stored_bytes = stored_bytes
+        self.head_hash = head_hash
+        self.depth_tokens = depth_tokens
+        self.value_s_per_byte = value_s_per_byte
+        self.used = used
+        self.readers = 0
+        self.removed = False
+        self.removal_committed = False
 
 
 class _Batch(Transfer):
@@ -368,32 +385,17 @@ class SegmentStore(PartStore):
             ) from exception
 
     def _load(self) -> None:
-        """Fill the index from the catalog."""
+        """Fill the index from the catalog. A million rows take seconds, so the loop does what it must and no more."""
         by_number = self._segments.by_number
-        taken: dict[int, set[int]] = {number: set() for number in by_number}
-        lost: list[int] = []
-        index = self._index
-        reserved = stored = last_id = last_used = 0
-        for row_id, key, number, slot, stored_bytes, head_hash, depth, value, used in self._catalog.rows():
-            segment = by_number.get(number)
-            last_id = max(last_id, row_id)
-            last_used = max(last_used, used)
-            if segment is None or not 0 <= slot < segment.slots or stored_bytes > segment.slot_bytes:
-                lost.append(row_id)
-                continue
-            mine = taken[number]
-            if slot in mine or key in index:
-                raise CatalogCorruptError(
-                    f"{self._catalog.path}: two rows claim slot {slot} of segment {number}, or one key"
-                )
-            mine.add(slot)
-            index[key] = _Entry(row_id, key, segment, slot, stored_bytes, head_hash, depth, value, used)
-            reserved += segment.slot_bytes
-            stored += stored_bytes
-        self._next_id = last_id + 1
-        self._used = last_used + 1
-        self._reserved_bytes = reserved
-        self._stored_bytes = stored
+        taken = {number: bytearray(segment.slots) for number, segment in by_number.items()}
+        # A million new objects would have the collector look through all of them again and again, for nothing.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            lost = self._load_rows(by_number, taken)
+        finally:
+            if collecting:
+                gc.enable()
         if lost:
             self.notes.append(
                 f"{len(lost)} parts of the catalog lie in segments that are missing or cut short: forgotten"
@@ -401,15 +403,15 @@ class SegmentStore(PartStore):
         if self._read_only:
             return
         over: list[_Entry] = []
-        for entry in index.values():
+        for entry in self._index.values():
             if self._reserved_bytes <= self._capacity_bytes:
                 break
             over.append(entry)
             self._reserved_bytes -= entry.segment.slot_bytes
             self._stored_bytes -= entry.stored_bytes
-            taken[entry.segment.number].discard(entry.slot)
+            taken[entry.segment.number][entry.slot] = 0
         for entry in over:
-            del index[entry.key]
+            del self._index[entry.key]
         if over:
             self.notes.append(
                 f"the capacity shrank to {self._capacity_bytes} bytes: {len(over)} parts, longest unused first, were dropped"
@@ -418,6 +420,34 @@ class SegmentStore(PartStore):
         if gone:
             self._catalog.commit(added=(), removed=gone)
         self._segments.settle(taken)
+
+    def _load_rows(self, by_number: dict[int, Segment], taken: dict[int, bytearray]) -> list[int]:
+        """Rows into the index, their slots marked in `taken`. Returns the ids of rows whose place is not there."""
+        index = self._index
+        lost: list[int] = []
+        reserved = stored = last_id = last_used = 0
+        for row_id, key, number, slot, stored_bytes, head_hash, depth, value, used in self._catalog.raw_rows():
+            segment = by_number.get(number)
+            if row_id > last_id:
+                last_id = row_id
+            last_used = used
+            if segment is None or not 0 <= slot < segment.slots or stored_bytes > segment.slot_bytes:
+                lost.append(row_id)
+                continue
+            marks = taken[number]
+            if marks[slot]:
+                raise CatalogCorruptError(f"{self._catalog.path}: two rows claim slot {slot} of segment {number}")
+            marks[slot] = 1
+            index[key] = _Entry(row_id, key, segment, slot, stored_bytes, head_hash, depth, value, used)
+            reserved += segment.slot_bytes
+            stored += stored_bytes
+        if len(index) != sum(marks.count(1) for marks in taken.values()):
+            raise CatalogCorruptError(f"{self._catalog.path}: two rows have one key")
+        self._next_id = last_id + 1
+        self._used = last_used + 1
+        self._reserved_bytes = reserved
+        self._stored_bytes = stored
+        return lost
 
     def _let_go(self) -> None:
         for name in ("_segments", "_catalog"):
