@@ -194,6 +194,26 @@ class Catalog:
         finally:
             database.execute(f"PRAGMA synchronous={_SYNCHRONOUS[durability]}")
 
+    def saved_state(self) -> dict[str, float]:
+        """What `save_state` wrote last."""
+        rows = self._database.execute("SELECT name, value FROM meta WHERE name LIKE 'state:%'").fetchall()
+        return {name.removeprefix("state:"): float(value) for name, value in rows}
+
+    def save_state(self, state: dict[str, float]) -> None:
+        """Replace the store's own numbers."""
+        database = self._database
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            database.execute("DELETE FROM meta WHERE name LIKE 'state:%'")
+            database.executemany(
+                "INSERT INTO meta VALUES (?,?)", [(f"state:{name}", value) for name, value in state.items()]
+            )
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:
+                database.execute("ROLLBACK")
+            raise
+
     def stored_on_disk_bytes(self) -> int:
         """Bytes of the database and its write-ahead log."""
         total = 0

@@ -58,6 +58,7 @@ from kvtier.tier.disk.base import (
     Transfer,
 )
 from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
+from kvtier.tier.disk.endurance import EnduranceMeter, WriteBudget
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
 from kvtier.tier.disk.rebuild import scan_segments, signed_hash
@@ -193,6 +194,8 @@ class SegmentStore(PartStore):
         direct: ask for O_DIRECT. Where the filesystem refuses it, I/O is buffered: see `direct_io`.
         commit_pause_s: gather commits for this long when writes come in a row; 0 commits as soon as the keeper is free.
         part_key: the name under which a sealed part was written, to rebuild a lost catalog; its envelope's key by default.
+        bytes_a_day: what the drive may be written (see `kvtier.tier.disk.endurance`); 0 for no limit.
+        wall_clock: seconds since the epoch, for that budget.
 
     Attributes:
         directory: where its files are.
@@ -223,6 +226,8 @@ class SegmentStore(PartStore):
         direct: bool = True,
         commit_pause_s: float = 0.0,
         part_key: Callable[[Identity], Key] = lambda identity: identity.key,
+        bytes_a_day: int = 0,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if durability not in ("none", "flush", "sync"):
             raise ConfigError(f"durability is {durability!r}: use none, flush or sync")
@@ -238,6 +243,8 @@ class SegmentStore(PartStore):
         self._durability: Durability = durability
         self._commit_pause_s = commit_pause_s
         self._part_key = part_key
+        self._wall_clock = wall_clock
+        self._bytes_a_day = bytes_a_day
         self._capacity_bytes = capacity_bytes
         self.directory = Path(path) / namespace.hex() / f"rank_{rank}"
         _check_root(Path(path), read_only=read_only)
@@ -354,6 +361,7 @@ class SegmentStore(PartStore):
         if not self._read_only and self._catalog.generation() < self._generation:
             self._catalog.reset(self._generation, self._durability)
         self._load()
+        self._budget = WriteBudget(self._bytes_a_day, now_s=self._wall_clock(), saved=self._catalog.saved_state())
 
     def _rebuild(self, why: str, namespace: bytes, rank: int) -> None:
         """Make a new catalog from the heads of what lies in the segments.
@@ -516,6 +524,11 @@ class SegmentStore(PartStore):
     def __contains__(self, key: Key) -> bool:
         return key in self._index
 
+    def endurance(self) -> EnduranceMeter:
+        """What was written to the drive, and what the budget leaves."""
+        with self._lock:
+            return self._budget.meter(self._wall_clock())
+
     def stats(self) -> SegmentStats:
         """Figures of this moment."""
         with self._lock:
@@ -595,6 +608,13 @@ class SegmentStore(PartStore):
                 part.key,
                 PartFailure.NO_SPACE,
                 f"{self._reserved_bytes} of {self._capacity_bytes} bytes are taken, {slot_bytes} are needed",
+            )
+        if not self._budget.admit(part.key, slot_bytes, part.value_s_per_byte, part.depth_tokens, self._wall_clock()):
+            self._counts["writes_failed"] += 1
+            return PartDone(
+                part.key,
+                PartFailure.OVER_BUDGET,
+                f"the drive's budget of {self._bytes_a_day} bytes a day is spent on what is worth more",
             )
         self._reserved_bytes += slot_bytes
         write = _Write(part, slot_bytes, lane, [batch], self._generation)
@@ -913,10 +933,12 @@ class SegmentStore(PartStore):
             self._io.submit(jobs, self._on_write)
 
     def _writes_ended(self, jobs: list[Job]) -> None:
+        moved = sum(job.moved_bytes for job in jobs)
         with self._lock:
+            self._counts["written_bytes"] += moved
+            self._budget.wrote(moved, self._wall_clock())
             for job in jobs:
                 write: _Write = job.tag
-                self._counts["written_bytes"] += job.moved_bytes
                 if job.error and write.failure is None:
                     write.failure, write.detail = self._write_failure(job, write)
                 self._written.append(write)
@@ -963,6 +985,7 @@ class SegmentStore(PartStore):
                 time.sleep(0.05)
         with contextlib.suppress(Exception):
             self._write_down_uses()
+            self._write_down_budget()
 
     def _has_work(self) -> bool:
         """Under the lock: whether the keeper has something to do."""
@@ -991,6 +1014,7 @@ class SegmentStore(PartStore):
             self._commit(written, removed)
         if touch:
             self._write_down_uses()
+            self._write_down_budget()
             self._segments.keep_floor()
         self._serve_waiting()
         while self._orders:
@@ -1185,6 +1209,11 @@ class SegmentStore(PartStore):
         if text not in self.notes[-_NOTES_MAX:]:
             self.notes.append(text)
             del self.notes[:-_NOTES_MAX]
+
+    def _write_down_budget(self) -> None:
+        with self._lock:
+            state = self._budget.state()
+        self._catalog.save_state(state)
 
     def _write_down_uses(self) -> None:
         with self._lock:
