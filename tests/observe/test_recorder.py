@@ -214,6 +214,12 @@ def test_the_trace_has_spans_on_their_tracks_and_arrows_for_dependencies(tmp_pat
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert set(starts) == set(ends)
     assert len(starts) == 2
+    assert all(type(arrow) is int for arrow in starts), (
+        "Perfetto drops arrows whose ids are other text than hex numbers"
+    )
+    assert all(event["tid"] != event["pid"] for event in events if "tid" in event), (
+        "a track would be shown as the main thread"
+    )
     for arrow, start in starts.items():
         assert start["ts"] <= ends[arrow]["ts"]
     store = spans["store"]

@@ -44,7 +44,7 @@ def require_memory(wanted_bytes: int, setting: str, available_bytes: int | None)
 
 
 class Arena:
-    """`capacity_bytes` bytes of page-aligned, private memory, freed by `close`.
+    """`capacity_bytes` bytes of page-aligned, private memory, freed with the last view of it.
 
     Not mapped from /dev/shm: its size limit does not matter, and nothing is left behind by a process that dies.
     """

@@ -380,18 +380,25 @@ def read_jsonl(lines: Iterable[str]) -> Recording:
     )
 
 
+# A track whose number is its process's is shown as the main thread: none of ours is.
+_PROCESS: Final = 1
+
+
 def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
     """The run in the Trace Event format, which Perfetto and Chrome open: spans on their tracks, arrows for dependencies."""
-    tracks = {name: number for number, name in enumerate(dict.fromkeys(event.track for event in run.events), 1)}
+    tracks = {
+        name: number for number, name in enumerate(dict.fromkeys(event.track for event in run.events), _PROCESS + 1)
+    }
     zero_ns = min((event.start_ns for event in run.events), default=0)
-    out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}}]
+    out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": _PROCESS, "args": {"name": process}}]
     out += [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
+        {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": number, "args": {"name": name}}
         for name, number in tracks.items()
     ]
     by_id = {event.id: event for event in run.events}
+    arrow_ids = itertools.count(1)
     for event in run.events:
-        place = {"pid": 1, "tid": tracks[event.track], "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
+        place = {"pid": _PROCESS, "tid": tracks[event.track], "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
         args = {
             key: value
             for key, value in event_json(event).items()
@@ -404,9 +411,9 @@ def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
             )
         else:
             out.append({"ph": "i", "s": "t", "name": event.name, "args": args} | place)
-        for number, other_id in enumerate(event.after):
+        for other_id in event.after:
             if (other := by_id.get(other_id)) is not None:
-                arrow = {"name": "after", "cat": "kvtier", "id": f"{event.id}.{number}", "pid": 1}
+                arrow = {"name": "after", "cat": "kvtier", "id": next(arrow_ids), "pid": _PROCESS}
                 # The arrow leaves from inside the span: the format binds it to the slice that encloses its time.
                 left_ns = max(other.start_ns, other.end_ns - 1)
                 out.append(arrow | {"ph": "s", "tid": tracks[other.track], "ts": (left_ns - zero_ns) / 1000})

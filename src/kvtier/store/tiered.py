@@ -154,6 +154,11 @@ class _Owed:
     slots: list[_Slot]
 
 
+def _kind(reason: str) -> str:
+    """What a reason begins with, before its detail: few enough to count."""
+    return reason.partition(":")[0]
+
+
 class TieredStore:
     """The index, the leases and the moves of one engine's parts over DRAM and disk."""
 
@@ -359,7 +364,7 @@ class TieredStore:
                 load.reason = outcome.reason or load.reason
                 load.ranks_holding += outcome.held
             for reason in sorted(set(outcome.lost.values())) or [outcome.reason]:
-                self.counters[f"load_failed:{reason}"] += 1
+                self.counters[f"load_failed:{_kind(reason)}"] += 1
                 self._notice(f"a load failed and its request is recomputed: {reason}")
         elif isinstance(outcome, StoreFailed):
             self._store_failed.update(dict.fromkeys((k for k in outcome.keys if k in self._filling), outcome.reason))
@@ -644,7 +649,7 @@ class TieredStore:
             self._actions.append(DeleteParts(list(write.failed)))
             self.counters["write_failed_parts"] += len(write.failed)
             for reason in sorted(set(write.failed.values())):
-                self.counters[f"write_failed:{reason}"] += 1
+                self.counters[f"write_failed:{_kind(reason)}"] += 1
                 self._notice(f"parts could not be written to disk, and are served from DRAM only: {reason}")
             self._disk_retry_at_s = now_s + self.limits.disk_retry_s
             full = any(reason.startswith(NO_SPACE) for reason in write.failed.values())

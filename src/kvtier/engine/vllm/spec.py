@@ -128,8 +128,13 @@ class KVTierSpec(OffloadingSpec):
         settings, parallel = self.settings, self.config.parallel
         if settings.disk_path is None:
             return None
+        root = settings.disk_path
+        if parallel.data_parallel_size > 1 and root.is_dir():
+            # Replicas are engines of their own: each owns a store.
+            root = root / f"replica_{parallel.data_parallel_index}"
+            root.mkdir(exist_ok=True)
         store = SegmentStore(
-            settings.disk_path,
+            root,
             namespace=namespace.id,
             rank=parallel.rank,
             capacity_bytes=settings.disk_bytes // parallel.world_size,
@@ -138,7 +143,7 @@ class KVTierSpec(OffloadingSpec):
             iodepth=settings.io_depth,
         )
         try:
-            write_manifest(namespace, settings.disk_path)
+            write_manifest(namespace, root)
         except BaseException:
             store.close(0.0)
             raise
