@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.policy.base import EvictionPolicy, RecordInfo
 from kvtier.record.envelope import HEAD_BYTES_MAX, Identity
 from kvtier.tier.disk.base import (
     Key,
@@ -172,6 +173,7 @@ class SegmentStats:
     reads_failed: int
     parts_corrupt: int
     keys_differed: int
+    parts_evicted: int
     commits: int
     callbacks_failed: int
 
@@ -194,6 +196,8 @@ class SegmentStore(PartStore):
         direct: ask for O_DIRECT. Where the filesystem refuses it, I/O is buffered: see `direct_io`.
         commit_pause_s: gather commits for this long when writes come in a row; 0 commits as soon as the keeper is free.
         part_key: the name under which a sealed part was written, to rebuild a lost catalog; its envelope's key by default.
+        policy: who goes when a write finds the store full; None where the control plane decides, as it does in an engine: then such a
+            write fails as NO_SPACE. The policy learns each part's size, depth and cost (value times size).
         bytes_a_day: what the drive may be written (see `kvtier.tier.disk.endurance`); 0 for no limit.
         wall_clock: seconds since the epoch, for that budget.
 
@@ -226,6 +230,7 @@ class SegmentStore(PartStore):
         direct: bool = True,
         commit_pause_s: float = 0.0,
         part_key: Callable[[Identity], Key] = lambda identity: identity.key,
+        policy: EvictionPolicy | None = None,
         bytes_a_day: int = 0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -243,6 +248,7 @@ class SegmentStore(PartStore):
         self._durability: Durability = durability
         self._commit_pause_s = commit_pause_s
         self._part_key = part_key
+        self._policy = policy
         self._wall_clock = wall_clock
         self._bytes_a_day = bytes_a_day
         self._capacity_bytes = capacity_bytes
@@ -280,6 +286,7 @@ class SegmentStore(PartStore):
                 "reads_failed",
                 "parts_corrupt",
                 "keys_differed",
+                "parts_evicted",
                 "commits",
             ),
             0,
@@ -428,6 +435,8 @@ class SegmentStore(PartStore):
         if gone:
             self._catalog.commit(added=(), removed=gone)
         self._segments.settle(taken)
+        for entry in self._index.values() if self._policy is not None else ():
+            self._tell_policy(entry)
 
     def _load_rows(self, by_number: dict[int, Segment], taken: dict[int, bytearray]) -> list[int]:
         """Rows into the index, their slots marked in `taken`. Returns the ids of rows whose place is not there."""
@@ -602,7 +611,7 @@ class SegmentStore(PartStore):
         if size == 0:
             return PartDone(part.key, PartFailure.SHORT, "a part of no bytes cannot be stored")
         slot_bytes = slot_bytes_for(size)
-        if self._reserved_bytes + slot_bytes > self._capacity_bytes:
+        if self._reserved_bytes + slot_bytes > self._capacity_bytes and not self._evict(part.key, slot_bytes):
             self._counts["writes_failed"] += 1
             return PartDone(
                 part.key,
@@ -629,6 +638,32 @@ class SegmentStore(PartStore):
             write.segment, write.slot = place
             start.append(write)
         return None
+
+    def _evict(self, incoming: Key, wanted_bytes: int) -> bool:
+        """Under the lock: make room for `wanted_bytes`, by the policy's choice among parts that nobody reads. Nothing goes where all of it is not enough."""
+        if self._policy is None or wanted_bytes > self._capacity_bytes:
+            return False
+        now_s = time.monotonic()
+        lacking = self._reserved_bytes + wanted_bytes - self._capacity_bytes
+        victims = []
+        for key in self._policy.candidates(now_s, lambda key: self._index[key].readers > 0, incoming):
+            victims.append(key)
+            lacking -= self._index[key].segment.slot_bytes
+            if lacking <= 0:
+                break
+        if lacking > 0:
+            return False
+        for key in victims:
+            self._unpublish(self._index.pop(key), evicted=True)
+        self._counts["parts_evicted"] += len(victims)
+        self._wake.notify()
+        return True
+
+    def _tell_policy(self, entry: _Entry) -> None:
+        if self._policy is not None:
+            size = entry.segment.slot_bytes
+            info = RecordInfo(size, None, entry.depth_tokens, entry.value_s_per_byte * size)
+            self._policy.insert(entry.key, info, time.monotonic())
 
     def submit_read(
         self, parts: Sequence[PartRead], done: PartsDone, *, lane: Lane = Lane.DEMAND, deadline_s: float | None = None
@@ -670,6 +705,8 @@ class SegmentStore(PartStore):
                     self._used += 1
                     entry.used = self._used
                     self._touched[entry.id] = entry
+                    if self._policy is not None:
+                        self._policy.access(entry.key, time.monotonic())
                 reads.append(_Read(part, batch, entry))
         return reads
 
@@ -696,9 +733,11 @@ class SegmentStore(PartStore):
                     self._drop(write, PartFailure.CANCELLED, "deleted while it was being written")
             self._wake.notify()
 
-    def _unpublish(self, entry: _Entry) -> None:
+    def _unpublish(self, entry: _Entry, *, evicted: bool = False) -> None:
         """Under the lock: an entry that left the index stops counting, and its row and slot will go."""
         entry.removed = True
+        if self._policy is not None:
+            self._policy.remove(entry.key, time.monotonic(), evicted=evicted)
         self._touched.pop(entry.id, None)
         self._reserved_bytes -= entry.segment.slot_bytes
         self._stored_bytes -= entry.stored_bytes
@@ -1113,6 +1152,7 @@ class SegmentStore(PartStore):
             return
         self._writing.pop(write.part.key, None)
         self._index[write.part.key] = entry
+        self._tell_policy(entry)
         self._stored_bytes += entry.stored_bytes
 
     def _abandon(self, write: _Write) -> None:
