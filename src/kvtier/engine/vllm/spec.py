@@ -150,9 +150,9 @@ class KVTierSpec(OffloadingSpec):
             raise
         for note in store.notes:
             logger.warning("kvtier: disk: %s", note)
-        logger.info(
-            "kvtier: disk: %s", store.io.describe() if hasattr(store.io, "describe") else type(store.io).__name__
-        )
+        logger.info("kvtier: disk: I/O by %s, %s", store.io.name, store.io.chosen_because)
+        if store.arena_registered_reason:
+            logger.info("kvtier: disk: the arena is not registered with the kernel: %s", store.arena_registered_reason)
         if not store.direct_io:
             logger.warning(
                 "kvtier: disk_path %s is on a filesystem without direct I/O: reads and writes go through the page cache, which "
