@@ -363,7 +363,7 @@ class Bench:
     def fio(self, block: int, depth: int) -> list[Sample]:
         """fio's io_uring engine with direct I/O on a file of the same size that was written before."""
         if not self._fio_file.exists():
-            self._run_fio("write", 4 << 20, 16)
+            self._run_fio("write", min(4 << 20, self.total_bytes), 16)
         return [self._fio_sample(operation, block, depth) for operation in ("write", "read")]
 
     def _fio_sample(self, operation: str, block: int, depth: int) -> Sample:

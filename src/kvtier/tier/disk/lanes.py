@@ -19,7 +19,8 @@ from kvtier.tier.disk.base import Lane
 from kvtier.tier.disk.io import Job
 
 LANES = (Lane.DEMAND, Lane.PRELOAD, Lane.WRITE, Lane.MAINTENANCE)
-LANE_INDEX = {lane: index for index, lane in enumerate(LANES)}
+# By identity: an enumeration member's own hash is computed in Python, for every job.
+LANE_INDEX = {id(lane): index for index, lane in enumerate(LANES)}
 DEMAND, PRELOAD, WRITE, MAINTENANCE = range(4)
 CREDIT_MAX = 2.0
 
@@ -79,10 +80,10 @@ class LaneQueue:
         return sum(map(len, self._lines))
 
     def push(self, job: Job) -> None:
-        self._lines[LANE_INDEX[job.lane]].push(job)
+        self._lines[LANE_INDEX[id(job.lane)]].push(job)
 
     def ended(self, job: Job) -> None:
-        self.in_flight[LANE_INDEX[job.lane]] -= 1
+        self.in_flight[LANE_INDEX[id(job.lane)]] -= 1
 
     def cancel_all(self) -> None:
         """Mark everything that waits as cancelled."""

@@ -929,7 +929,7 @@ class RingIO(IOEngine):
         _pack_job(
             self._jobs_bytes,
             slot * JOB_COLUMNS * 8,
-            LANE_INDEX[job.lane],
+            LANE_INDEX[id(job.lane)],
             deadline,
             len(steps),
             0,
