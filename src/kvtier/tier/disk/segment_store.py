@@ -21,7 +21,8 @@ Invariants:
 What `durability` promises of a part whose `PartDone` was a success:
 
 - `none`: it survives the death of the process. After a power cut the catalog may be damaged; then it is rebuilt.
-- `flush`: data reaches the medium before the row is written. After a power cut the last batches may be missing; what is there is whole.
+- `flush`: data reaches the medium before the row is written. After a power cut the last batches may be missing, and what was removed last may be listed again,
+  to be found out by its hash at the read; what is served is whole.
 - `sync`: data, then the row, are on the medium. It survives a power cut.
 
 A forked child shares nothing: every call on its parent's store fails as CLOSED there.
