@@ -325,6 +325,24 @@ def test_lanes_are_served_in_their_order(stuck: Callable[..., Stuck], fd: int) -
     assert [job.tag for job in ended] == order
 
 
+def test_a_queued_preload_can_be_promoted(stuck: Callable[..., Stuck], fd: int) -> None:
+    disk = stuck(iodepth=1)
+    ended: list[Job] = []
+    deadline_s = time.monotonic() + 1000
+    jobs = [move(Op.READ, fd, 0, aligned_buffer(PAGE_BYTES), Lane.PRELOAD, deadline_s, index) for index in range(4)]
+    jobs += [move(Op.READ, fd, 0, aligned_buffer(PAGE_BYTES), Lane.DEMAND, None, index) for index in (4, 5)]
+    disk.io.submit(jobs, ended.extend)
+    disk.io.promote([jobs[2], jobs[3]], Lane.DEMAND, 4.0)
+    disk.io.promote([jobs[5]], Lane.DEMAND, 5.0)
+    disk.io.cancel([jobs[3]])
+    disk.io.promote([jobs[3], disk.job], Lane.DEMAND, None)
+    wait_until(lambda: len(ended) == 1)
+    assert (ended[0].tag, ended[0].error) == (3, errno.ECANCELED)
+    disk.release()
+    wait_until(lambda: len(ended) == len(jobs))
+    assert [job.tag for job in ended[1:]] == [2, 5, 4, 0, 1]
+
+
 def test_a_callback_that_raises_harms_no_other(io: IOEngine) -> None:
     def broken(jobs: list[Job]) -> None:
         raise RuntimeError("a caller's own fault")

@@ -128,6 +128,10 @@ class _Batch(Transfer):
     def cancel(self) -> None:
         self._store._cancel(self)
 
+    def promote(self, lane: Lane, deadline_s: float | None = None) -> None:
+        if os.getpid() == self._store._pid:
+            self._store._io.promote(list(self.jobs), lane, deadline_s)
+
 
 @dataclass(slots=True, eq=False)
 class _Write:
