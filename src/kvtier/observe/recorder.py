@@ -23,9 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
+
+import msgspec
 
 from kvtier.errors import KVTierError
 
@@ -39,8 +41,7 @@ class RecordingError(KVTierError):
     """A recording was used wrongly or cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """A span that ended, or an event, whose `start_ns` and `end_ns` are equal.
 
     Attributes:
@@ -67,11 +68,10 @@ class Event:
     raw_bytes: int = 0
     stored_bytes: int = 0
     moved_bytes: int = 0
-    attrs: Mapping[str, Scalar] = field(default_factory=dict)
+    attrs: dict[str, Scalar] = {}
 
 
-@dataclass(slots=True)
-class Span:
+class Span(msgspec.Struct, eq=False):
     """A span under way. Its byte counts and `attrs` may be set until it is ended."""
 
     id: int
@@ -315,12 +315,46 @@ def _is_acyclic(by_id: Mapping[int, Event]) -> bool:
     return done == len(by_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """All spans and events of one name. Times of stages that ran at once overlap: they do not add up to the run's."""
+
+    count: int
+    total_s: float
+    p50_us: float
+    p99_us: float
+    raw_bytes: int
+    stored_bytes: int
+    moved_bytes: int
+
+
+def stages_of(run: Recording) -> dict[str, Stage]:
+    """What each stage took, in the order in which the stages first ended."""
+    by_name: dict[str, list[Event]] = {}
+    for event in run.events:
+        by_name.setdefault(event.name, []).append(event)
+    return {name: _stage(events) for name, events in by_name.items()}
+
+
+def _stage(events: Sequence[Event]) -> Stage:
+    times_ns = sorted(event.end_ns - event.start_ns for event in events)
+    return Stage(
+        len(events),
+        sum(times_ns) / 1e9,
+        times_ns[(len(times_ns) - 1) // 2] / 1e3,
+        times_ns[-(-99 * len(times_ns) // 100) - 1] / 1e3,
+        sum(event.raw_bytes for event in events),
+        sum(event.stored_bytes for event in events),
+        sum(event.moved_bytes for event in events),
+    )
+
+
 # -- files ---------------------------------------------------------------------------------------------------------------
 
 
 def event_json(event: Event) -> dict[str, Any]:
     """An event as it stands in JSON: `attrs` beside the fields, times as they are."""
-    line = asdict(event)
+    line = msgspec.structs.asdict(event)
     attrs = line.pop("attrs")
     return line | {"attrs": attrs} if attrs else line
 

@@ -49,7 +49,9 @@ from kvtier.store.moves import (
 from kvtier.store.slots import SlotAllocator
 
 NO_SPACE = "no_space"
-"""A write failure whose reason begins so means that the disk is full: room is made, where others are waited out."""
+OVER_BUDGET = "over_budget"
+"""Kinds of write failure that say nothing against the disk: it is full, and room is made; it has been written enough for now.
+After any other kind writes are suspended for a while."""
 
 
 class Presence(Enum):
@@ -652,8 +654,8 @@ class TieredStore:
                 self.counters[f"write_failed:{_kind(reason)}"] += 1
                 self._notice(f"parts could not be written to disk, and are served from DRAM only: {reason}")
             self._disk_retry_at_s = now_s + self.limits.disk_retry_s
-            full = any(reason.startswith(NO_SPACE) for reason in write.failed.values())
-            if full:
+            kinds = {_kind(reason) for reason in write.failed.values()}
+            if NO_SPACE in kinds:
                 slack_bytes = 2 * max(self.limits.slot_bytes)
                 self._disk_limit_bytes = max(0, min(self._disk_limit_bytes, self._disk_used_bytes - slack_bytes))
-            self._disk_suspended = not full
+            self._disk_suspended = not kinds <= {NO_SPACE, OVER_BUDGET}

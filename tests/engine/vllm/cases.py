@@ -25,10 +25,9 @@ class Case:
         blocks: blocks of KV memory, so few that several requests at once are preempted.
         dtype: float32 where vLLM's CPU kernels have it: then requests that are batched differently agree too.
         has_state: recurrent layers. Their state after decoding a token differs in the last bits from the state after prefilling it.
-        batch_exact: the engine gives the same tokens whether requests run alone or together. vLLM 0.32's MLA on AMX does not:
-            the logprobs of a first token move by up to 1 with what else is in the batch, without kvtier too.
-        one_prefill_at_a_time: requests arrive when the one before has its first token. vLLM 0.32's short convolution mixes up
-            requests that resume from a cached state in the same step, with its own prefix cache too.
+        batch_exact: the engine gives the same tokens whether requests run alone or together. Two of vLLM 0.32's kernels for CPUs
+            do not, without kvtier too: MLA on AMX, where the logprobs of a first token move by up to 1 with what else is in the
+            batch; and short convolutions, where requests that resume from a cached state spoil others in the same step.
         settings: what else the engine needs.
     """
 
@@ -38,7 +37,6 @@ class Case:
     dtype: str = "float32"
     has_state: bool = False
     batch_exact: bool = True
-    one_prefill_at_a_time: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def engine(self, path: Path, **more: Any) -> Engine:
@@ -105,9 +103,9 @@ CASES = (
     Case("gptoss", 32, 38, settings=_DENSE),
     Case("deepseek2", _MLA_BLOCK_TOKENS, 800 // _MLA_BLOCK_TOKENS, dtype="bfloat16", batch_exact=False),
     Case("qwen3next", 128, 20, dtype="bfloat16", has_state=True, settings=_STATE),
-    Case("lfm2", 128, 20, has_state=True, one_prefill_at_a_time=True, settings=_STATE),
+    Case("lfm2", 128, 20, has_state=True, batch_exact=False, settings=_STATE),
     Case("granite4", 96, 20, has_state=True, settings=_STATE),
-    Case("falconh1", 96, 12, has_state=True, settings=_STATE),
+    Case("falconh1", 96, 15, has_state=True, settings=_STATE),
 )
 LLAMA = CASES[0]
 
@@ -132,6 +130,19 @@ def assert_same(answer: Answer, reference: Answer, what: str) -> None:
     assert answer.logprobs == reference.logprobs, f"{what}: same tokens, other logprobs: {distance(answer, reference)}"
 
 
+def assert_agrees(answer: Answer, reference: Answer, what: str, *, tolerance: float) -> None:
+    """Logprobs within `tolerance` as far as the tokens are equal, and where they part, it was a tie within `tolerance`."""
+    for place, (token, expected) in enumerate(zip(answer.token_ids, reference.token_ids, strict=True)):
+        wanted = dict(reference.logprobs[place])
+        assert token in wanted, f"{what}: token {place} is none of the {LOGPROBS} likeliest"
+        gap = max(wanted.values()) - wanted[token]
+        assert gap <= tolerance, f"{what}: token {place} is {gap:.3f} less likely than the best"
+        if token != expected:
+            return
+        got = dict(answer.logprobs[place])[token]
+        assert abs(got - wanted[token]) <= tolerance, f"{what}: logprob of token {place} is {got}, not {wanted[token]}"
+
+
 def distance(answer: Answer, reference: Answer) -> float:
     """Largest difference of a logprob that both name."""
     pairs = zip(answer.logprobs, reference.logprobs, strict=True)
@@ -140,12 +151,7 @@ def distance(answer: Answer, reference: Answer) -> float:
 
 def ask_crowd(engine: Engine, case: Case) -> list[Answer]:
     """The crowd's answers, all of its requests in the engine at the same time."""
-    ids: list[str] = []
-    for prompt in case.crowd:
-        ids.append(engine.submit(prompt, max_tokens=case.crowd_answer_tokens, logprobs=LOGPROBS))
-        if case.one_prefill_at_a_time:
-            engine.step_until(lambda: engine.has_first_token(ids[-1]), deadline_s=60, what="a first token")
-    return [engine.result(request_id) for request_id in ids]
+    return engine.answer(case.crowd, max_tokens=case.crowd_answer_tokens, logprobs=LOGPROBS)
 
 
 def counters_of(engine: Engine) -> dict[str, float]:

@@ -14,6 +14,7 @@ from tests.engine.vllm.cases import (
     LOGPROBS,
     Case,
     ask_crowd,
+    assert_agrees,
     assert_same,
     counters_of,
     distance,
@@ -27,8 +28,9 @@ from kvtier.testing.vllm.driver import Answer, Engine
 
 pytestmark = pytest.mark.engine
 
-# Of float32 sums in another order; bfloat16 engines whose batches agree do so to the bit.
-LOGPROB_TOLERANCE = 1e-3
+# Logprobs of the same sums in another order.
+FLOAT32_TOLERANCE = 1e-3
+BFLOAT16_TOLERANCE = 0.25
 
 
 @dataclass
@@ -195,8 +197,13 @@ def test_crowd_under_little_memory(results: Results) -> None:
         pairs = zip(results.answers[phase], results.answers["plain crowd"], strict=True)
         for place, (answer, reference) in enumerate(pairs):
             what = f"{phase}, request {place}, preempted {answer.preemptions} times"
-            assert answer.token_ids == reference.token_ids, what
-            assert distance(answer, reference) <= LOGPROB_TOLERANCE, what
+            if results.case.dtype == "float32":
+                assert answer.token_ids == reference.token_ids, what
+                assert distance(answer, reference) <= FLOAT32_TOLERANCE, what
+            else:
+                # Once preempted, what was decoded is computed again by prefill, which rounds otherwise.
+                tolerance = BFLOAT16_TOLERANCE if answer.preemptions or reference.preemptions else 0.0
+                assert_agrees(answer, reference, what, tolerance=tolerance)
 
 
 def test_crowd_is_restored_and_preempted(results: Results) -> None:
