@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_dram_serving(tmp_path: Path) -> None:
     assert put(cache, 10) == 1
     assert get(cache, 10) == 1
     assert cache.flush(20)
-    assert cache.store.counters["write_failed:no_space: injected"] == 1
+    assert cache.store.counters["write_failed:no_space"] == 1
     cache.store.check()
     cache.close()
 

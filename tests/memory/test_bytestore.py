@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 
@@ -196,3 +197,38 @@ def test_what_the_capacity_leaves_out_is_what_is_documented() -> None:
     overhead = tracemalloc.get_traced_memory()[0] / records
     tracemalloc.stop()
     assert 100 < overhead < 500, f"{overhead} bytes a record, Python {sys.version}"
+
+
+def test_a_put_that_cannot_be_admitted_is_refused_without_a_walk() -> None:
+    store = MemoryByteStore(1000)
+    owner = store.owner("reader")
+    for number in range(100):
+        store.put(b"%d" % number, bytes(10))
+        owner.lease(b"%d" % number)
+    walks = []
+    store._policy.candidates = lambda *_, **__: walks.append(1) or iter(())  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(NoRoomError, match="1000 of them, in 100 records, are under 100 leases"):
+        store.put(b"more", bytes(1))
+    assert not walks
+
+
+@pytest.mark.slow
+def test_a_million_records_behave_like_ten_thousand() -> None:
+    def filled(records: int) -> MemoryByteStore:
+        store = MemoryByteStore(records)
+        for number in range(records):
+            store.put(number.to_bytes(8, "little"), b"x")
+        return store
+
+    stores = {records: filled(records) for records in (10_000, 1_000_000)}
+    best = dict.fromkeys(stores, float("inf"))
+    count = 1
+    for _ in range(10):
+        for records, store in stores.items():
+            start = time.thread_time()
+            for number in range(count, count + 5000):
+                store.put(number.to_bytes(8, "big"), b"x")
+            best[records] = min(best[records], time.thread_time() - start)
+            count += 5000
+            assert len(store) == records
+    assert best[1_000_000] < 3 * best[10_000], best

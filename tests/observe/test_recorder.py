@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvtier.observe import recorder as rec
@@ -75,7 +76,7 @@ def break_by(change: Callable[[list[rec.Event]], None]) -> rec.Recording:
 def setting(name: str, **changes: object) -> Callable[[list[rec.Event]], None]:
     def change(events: list[rec.Event]) -> None:
         at = next(number for number, event in enumerate(events) if event.name == name)
-        events[at] = replace(events[at], **changes)  # type: ignore[arg-type]
+        events[at] = msgspec.structs.replace(events[at], **changes)
 
     return change
 
@@ -103,7 +104,7 @@ def test_a_cycle_at_one_instant_is_seen() -> None:
     one = rec.Event(1, "one", 5, 5, "t", after=(2,))
     two = rec.Event(2, "two", 5, 5, "t", after=(1,))
     assert rec.problems_of(rec.Recording((one, two), 0, 0, True)) == ["parents and dependencies form a cycle"]
-    assert rec.problems_of(rec.Recording((one, replace(two, after=())), 0, 0, True)) == []
+    assert rec.problems_of(rec.Recording((one, msgspec.structs.replace(two, after=())), 0, 0, True)) == []
 
 
 def test_beyond_the_bound_events_are_dropped_and_counted() -> None:
@@ -214,6 +215,12 @@ def test_the_trace_has_spans_on_their_tracks_and_arrows_for_dependencies(tmp_pat
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert set(starts) == set(ends)
     assert len(starts) == 2
+    assert all(type(arrow) is int for arrow in starts), (
+        "Perfetto drops arrows whose ids are other text than hex numbers"
+    )
+    assert all(event["tid"] != event["pid"] for event in events if "tid" in event), (
+        "a track would be shown as the main thread"
+    )
     for arrow, start in starts.items():
         assert start["ts"] <= ends[arrow]["ts"]
     store = spans["store"]
@@ -222,3 +229,14 @@ def test_the_trace_has_spans_on_their_tracks_and_arrows_for_dependencies(tmp_pat
 
 def test_an_empty_run_is_a_trace_too() -> None:
     assert rec.chrome_trace(rec.Recorder().finish())["otherData"]["finished"] is True
+
+
+def test_stages_are_summed_up() -> None:
+    events = [
+        rec.Event(number, "store", 0, number * 1000, "t", raw_bytes=10, stored_bytes=5, moved_bytes=3)
+        for number in range(1, 101)
+    ]
+    stages = rec.stages_of(rec.Recording((*events, rec.Event(101, "evict", 7, 7, "t")), 0, 0, True))
+    assert list(stages) == ["store", "evict"]
+    assert stages["store"] == rec.Stage(100, pytest.approx(5050e-6), 50, 99, 1000, 500, 300)
+    assert stages["evict"] == rec.Stage(1, 0, 0, 0, 0, 0, 0)

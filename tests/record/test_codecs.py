@@ -377,7 +377,7 @@ def test_payloads_of_a_faulty_writer_are_refused(name: str) -> None:
     ]
     if name in ("zstd", "bf16_split"):
         wrong += [(head, bytes(view[:2]) + b"\xff" * 40 + bytes(view[42:])), (head, bytes(len(view)))]
-    if name != "zstd":
+    if name in ("int8", "fp8"):
         wrong.append((replace(head, codec_params={}), view))
     for faulty, bytes_given in wrong:
         with pytest.raises((CodecError, RecordChecksumError)):
@@ -473,3 +473,61 @@ def test_ans_is_refused_clearly_without_a_gpu(fake_nvcomp: ModuleType) -> None:
     fake_nvcomp.Codec = no_gpu
     with pytest.raises(CodecUnavailableError, match=r"GPU.*no CUDA-capable device"):
         make_codec("ans")
+
+
+# -- fuzz: a writer that is at fault in any way, with sums that fit -------------------------------------------------------
+
+RAW_PART = kv(1, 16, 3, 64)
+SOUND = {
+    name: encode_record(make_codec(name, allow_lossy=True, **(SHAPE if name == "int8" else {})), WHO, RAW_PART)
+    for name in ("identity", "zstd", "bf16_split", "int8", "fp8")
+}
+scalars = st.one_of(st.integers(-(2**63), 2**63 - 1), st.booleans(), st.text(max_size=4), st.floats())
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_fuzz_decoders_refuse_or_decode_and_nothing_else(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(SOUND)))
+    head, sound = SOUND[name]
+    payload = bytearray(sound)
+    match data.draw(st.sampled_from(["bytes", "cut", "grow", "params", "length", "codec", "noise"])):
+        case "bytes":
+            for _ in range(data.draw(st.integers(1, 8))):
+                payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+        case "cut":
+            del payload[data.draw(st.integers(0, len(payload) - 1)) :]
+        case "grow":
+            payload += data.draw(st.binary(min_size=1, max_size=40))
+        case "params":
+            names = [*head.codec_params, "exponent", "tokens"]
+            head = replace(
+                head, codec_params=dict(head.codec_params) | {data.draw(st.sampled_from(names)): data.draw(scalars)}
+            )
+        case "length":
+            head = replace(head, raw_bytes=data.draw(st.integers(0, 1 << 16)))
+        case "codec":
+            head = replace(head, codec=data.draw(st.sampled_from(sorted(SOUND))))
+        case _:
+            payload = bytearray(data.draw(st.binary(max_size=400)))
+    head = replace(head, payload_bytes=len(payload), payload_sum=xxh3(payload))
+    record = pack(head, payload)
+    try:
+        found, view = unpack(record, WHO)
+        back = decode_record(found, view, raw_bytes_max=1 << 20)
+    except (CodecError, RecordChecksumError, RecordLengthError):
+        return
+    assert len(back) == found.raw_bytes
+    if found.codec not in ("int8", "fp8", "identity"):
+        assert bytes(back) == RAW_PART
+
+
+def test_the_fuzzer_finds_a_decoder_that_does_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canary."""
+
+    def careless(payload: memoryview, params: Mapping[str, Any], out: memoryview) -> None:
+        np.frombuffer(out, "<u2")[:] = np.frombuffer(payload, np.uint8, len(out) // 2)
+
+    monkeypatch.setattr(codec_bf16.Bf16SplitCodec, "decode", careless)
+    with pytest.raises(ValueError, match="buffer"):
+        test_fuzz_decoders_refuse_or_decode_and_nothing_else()

@@ -209,6 +209,32 @@ def test_fuzz_random_bytes_are_refused_by_a_typed_error(noise: bytes, with_magic
         env.unpack(record, WHO)
 
 
+@NO_DEADLINE
+@given(st.data())
+def test_fuzz_heads_of_a_faulty_writer_with_sums_that_fit(data: st.DataObject) -> None:
+    """Only typed errors, or a head whose numbers are counts."""
+    body = bytearray(env.encode_head(env.head_for(WHO, PAYLOAD)))[:-8]
+    for _ in range(data.draw(st.integers(1, 6))):
+        body[data.draw(st.integers(12, len(body) - 1))] = data.draw(st.integers(0, 255))
+    record = bytes(body) + env.xxh3(body).to_bytes(8, "little")
+    try:
+        head = env.decode_head(record)
+    except err.RecordError:
+        return
+    assert min(head.identity.generation, head.identity.group, head.identity.rank, head.raw_bytes, head.payload_sum) >= 0
+
+
+@pytest.mark.parametrize("changes", [{"generation": -1}, {"group": -1}, {"rank": -1}])
+def test_negative_counts_are_refused_before_they_are_written(changes: dict[str, int]) -> None:
+    with pytest.raises(err.RecordError, match="negative"):
+        env.seal_slot(bytearray(4096), dataclasses.replace(WHO, **changes), 0)
+
+
+def test_sums_of_64_bits_survive() -> None:
+    head = env.RecordHead(WHO, 0, 0, 2**64 - 1, 2**64 - 1)
+    assert env.decode_head(env.encode_head(head)) == head
+
+
 def test_a_slot_too_short_for_its_payload() -> None:
     with pytest.raises(err.RecordLengthError, match="8192"):
         env.seal_slot(bytearray(4096), WHO, 4096)

@@ -223,6 +223,17 @@ def test_a_failing_disk_gets_no_writes_for_a_while_and_loses_nothing() -> None:
     assert [a for a in store.take_actions() if isinstance(a, WriteParts)]
 
 
+def test_a_write_over_budget_neither_suspends_nor_shrinks() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0)
+    finish_writes(store, {key(0): "over_budget: 1 GiB a day"})
+    assert store.gauges()["disk_limit_bytes"] == LIMITS.disk_bytes
+    store_parts(store, 1)
+    finish_writes(store)
+    assert store.gauges()["disk_parts"] == 1
+    store.check()
+
+
 def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1, 2, 3)

@@ -7,6 +7,7 @@ parts once, one after another, so that a slow minute of the machine hits all ali
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -180,7 +181,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "parts": len(parts),
         },
         "rounds": args.rounds,
-        "machine": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version()},
+        "machine": {
+            "system": platform.system(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+            "load_average": round(os.getloadavg()[0], 1),
+        },
         "copy_gbs": round(gbs / statistics.median(wall_s for wall_s, _ in copies), 3),
         "codecs": rows,
     }
@@ -193,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     kv = result["kv"]
     print(
-        f"{kv['parts']} parts of {kv['part_bytes']:,} bytes; a memory copy runs at {result['copy_gbs']:.2f} GB/s; GB/s of raw bytes, checksums included"
+        f"{kv['parts']} parts of {kv['part_bytes']:,} bytes; a memory copy runs at {result['copy_gbs']:.2f} GB/s; GB/s of raw bytes, checksums included; load average {result['machine']['load_average']}"
     )
     print(f"{'codec':<12} {'threads':>7} {'ratio':>6} {'encode':>7} {'decode':>7}  {'per CPU second':>15}  error")
     for row in result["codecs"]:

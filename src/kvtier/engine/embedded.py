@@ -63,6 +63,7 @@ class Cache:
                 f"dram_bytes is {config.dram_bytes:,}: parts take {slot:,} bytes, give at least {(staging + 2) * slot:,}"
             )
         require_memory(arena_bytes, "dram_bytes", available_memory_bytes())
+        arena = Arena(arena_bytes)
         if disk is None and config.disk_path is not None:
             disk = SegmentStore(
                 config.disk_path,
@@ -71,12 +72,13 @@ class Cache:
                 durability=config.disk_durability,  # type: ignore[arg-type]
                 free_bytes_min=config.disk_free_bytes_min,
                 iodepth=config.io_depth,
+                arena=arena.view(0, arena_bytes),
             )
             write_manifest(space, config.disk_path)
         # Address space as one region of "blocks" of one byte: a block's number is the address of a buffer.
         layout = GroupLayout([Region(base=0, stride_bytes=1, page_bytes=part_bytes)], 1)
         self._plane = DataPlane(
-            Arena(arena_bytes),
+            arena,
             [layout],
             MemoryCopyEngine(),
             disk,

@@ -1,7 +1,7 @@
 """The arena: one run of memory that holds every slot of a rank, and what this machine has to give for it.
 
 Which slots are taken is the control plane's affair (`kvtier.store.slots`); the arena only turns offsets into views and
-addresses. Pages are touched on first use, so that an arena costs what it holds.
+addresses. Pages are touched on first use, so that an arena costs what it holds, unless somebody pins it.
 """
 
 import mmap
@@ -44,7 +44,7 @@ def require_memory(wanted_bytes: int, setting: str, available_bytes: int | None)
 
 
 class Arena:
-    """`capacity_bytes` bytes of page-aligned, private memory, freed by `close`.
+    """`capacity_bytes` bytes of page-aligned, private memory, freed with the last view of it.
 
     Not mapped from /dev/shm: its size limit does not matter, and nothing is left behind by a process that dies.
     """

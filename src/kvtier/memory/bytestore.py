@@ -209,6 +209,8 @@ class MemoryByteStore(ByteStore):
         self._ended_owners: deque[int] = deque()
         self._next_id = 0
         self._lease_count = 0
+        self._leased_records = 0
+        self._leased_bytes = 0
         self._closing = False
         self._hits = self._misses = self._stored = self._unchanged = 0
         self._evicted = self._deleted = self._conflicts = self._no_room = 0
@@ -276,23 +278,25 @@ class MemoryByteStore(ByteStore):
     def _find_victims(
         self, key: Key, value_bytes: int, short_bytes: int, short_records: int, now_s: float
     ) -> list[Key]:
-        records = self._records
-        victims: list[Key] = []
-        found_bytes = 0
-        if value_bytes <= self._capacity_bytes:
+        if value_bytes > self._capacity_bytes:
+            self._no_room += 1
+            raise NoRoomError(
+                f"a value of {value_bytes} bytes is larger than the whole capacity of {self._capacity_bytes}: raise capacity_bytes"
+            )
+        # What is leased says at once whether a walk can end well: one that can't might visit every record.
+        if self._leased_bytes + value_bytes <= self._capacity_bytes and self._leased_records < self._records_max:
+            records = self._records
+            victims: list[Key] = []
+            found_bytes = 0
             for candidate in self._policy.candidates(now_s, self._is_leased, incoming=key):
                 victims.append(candidate)
                 found_bytes += records[candidate].value_bytes
                 if found_bytes >= short_bytes and len(victims) >= short_records:
                     return victims
         self._no_room += 1
-        if value_bytes > self._capacity_bytes:
-            raise NoRoomError(
-                f"a value of {value_bytes} bytes is larger than the whole capacity of {self._capacity_bytes}: raise capacity_bytes"
-            )
         raise NoRoomError(
-            f"no room for {value_bytes} bytes: {self._used_bytes} of {self._capacity_bytes} are used and only {found_bytes} of them, in "
-            f"{len(victims)} records, are not leased ({self._lease_count} leases): release leases or raise capacity_bytes"
+            f"no room for {value_bytes} bytes: {self._used_bytes} of {self._capacity_bytes} are used, and {self._leased_bytes} of them, in "
+            f"{self._leased_records} records, are under {self._lease_count} leases: release leases or raise capacity_bytes"
         )
 
     def _is_leased(self, key: Key) -> bool:
@@ -368,6 +372,9 @@ class MemoryByteStore(ByteStore):
             self._hits += 1
             now_s = self._clock_s()
             self._policy.access(key, now_s)
+            if record.lease_count == 0:
+                self._leased_records += 1
+                self._leased_bytes += record.value_bytes
             record.lease_count += 1
             self._lease_count += 1
             self._next_id += 1
@@ -397,7 +404,11 @@ class MemoryByteStore(ByteStore):
 
     def _end(self, book: _OwnerBook, lease_ids: "set[int] | tuple[int, ...]") -> int:
         for lease_id in lease_ids:
-            book.held.pop(lease_id).record.lease_count -= 1
+            record = book.held.pop(lease_id).record
+            record.lease_count -= 1
+            if record.lease_count == 0:
+                self._leased_records -= 1
+                self._leased_bytes -= record.value_bytes
         self._lease_count -= len(lease_ids)
         if self._closing:
             self._finish_close()
@@ -448,12 +459,11 @@ class MemoryByteStore(ByteStore):
         """What was counted."""
         with self._lock:
             self._end_lost_owners()
-            leased = {id(held.record): held.record for book in self._owners.values() for held in book.held.values()}
             return ByteStoreStats(
                 records=len(self._records),
                 used_bytes=self._used_bytes,
-                leased_records=len(leased),
-                leased_bytes=sum(record.value_bytes for record in leased.values()),
+                leased_records=self._leased_records,
+                leased_bytes=self._leased_bytes,
                 hits=self._hits,
                 misses=self._misses,
                 stored=self._stored,

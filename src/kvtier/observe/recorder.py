@@ -23,9 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
+
+import msgspec
 
 from kvtier.errors import KVTierError
 
@@ -39,8 +41,7 @@ class RecordingError(KVTierError):
     """A recording was used wrongly or cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """A span that ended, or an event, whose `start_ns` and `end_ns` are equal.
 
     Attributes:
@@ -67,11 +68,10 @@ class Event:
     raw_bytes: int = 0
     stored_bytes: int = 0
     moved_bytes: int = 0
-    attrs: Mapping[str, Scalar] = field(default_factory=dict)
+    attrs: dict[str, Scalar] = {}
 
 
-@dataclass(slots=True)
-class Span:
+class Span(msgspec.Struct, eq=False):
     """A span under way. Its byte counts and `attrs` may be set until it is ended."""
 
     id: int
@@ -315,12 +315,46 @@ def _is_acyclic(by_id: Mapping[int, Event]) -> bool:
     return done == len(by_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """All spans and events of one name. Times of stages that ran at once overlap: they do not add up to the run's."""
+
+    count: int
+    total_s: float
+    p50_us: float
+    p99_us: float
+    raw_bytes: int
+    stored_bytes: int
+    moved_bytes: int
+
+
+def stages_of(run: Recording) -> dict[str, Stage]:
+    """What each stage took, in the order in which the stages first ended."""
+    by_name: dict[str, list[Event]] = {}
+    for event in run.events:
+        by_name.setdefault(event.name, []).append(event)
+    return {name: _stage(events) for name, events in by_name.items()}
+
+
+def _stage(events: Sequence[Event]) -> Stage:
+    times_ns = sorted(event.end_ns - event.start_ns for event in events)
+    return Stage(
+        len(events),
+        sum(times_ns) / 1e9,
+        times_ns[(len(times_ns) - 1) // 2] / 1e3,
+        times_ns[-(-99 * len(times_ns) // 100) - 1] / 1e3,
+        sum(event.raw_bytes for event in events),
+        sum(event.stored_bytes for event in events),
+        sum(event.moved_bytes for event in events),
+    )
+
+
 # -- files ---------------------------------------------------------------------------------------------------------------
 
 
 def event_json(event: Event) -> dict[str, Any]:
     """An event as it stands in JSON: `attrs` beside the fields, times as they are."""
-    line = asdict(event)
+    line = msgspec.structs.asdict(event)
     attrs = line.pop("attrs")
     return line | {"attrs": attrs} if attrs else line
 
@@ -380,18 +414,25 @@ def read_jsonl(lines: Iterable[str]) -> Recording:
     )
 
 
+# A track whose number is its process's is shown as the main thread: none of ours is.
+_PROCESS: Final = 1
+
+
 def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
     """The run in the Trace Event format, which Perfetto and Chrome open: spans on their tracks, arrows for dependencies."""
-    tracks = {name: number for number, name in enumerate(dict.fromkeys(event.track for event in run.events), 1)}
+    tracks = {
+        name: number for number, name in enumerate(dict.fromkeys(event.track for event in run.events), _PROCESS + 1)
+    }
     zero_ns = min((event.start_ns for event in run.events), default=0)
-    out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}}]
+    out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": _PROCESS, "args": {"name": process}}]
     out += [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
+        {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": number, "args": {"name": name}}
         for name, number in tracks.items()
     ]
     by_id = {event.id: event for event in run.events}
+    arrow_ids = itertools.count(1)
     for event in run.events:
-        place = {"pid": 1, "tid": tracks[event.track], "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
+        place = {"pid": _PROCESS, "tid": tracks[event.track], "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
         args = {
             key: value
             for key, value in event_json(event).items()
@@ -404,9 +445,9 @@ def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
             )
         else:
             out.append({"ph": "i", "s": "t", "name": event.name, "args": args} | place)
-        for number, other_id in enumerate(event.after):
+        for other_id in event.after:
             if (other := by_id.get(other_id)) is not None:
-                arrow = {"name": "after", "cat": "kvtier", "id": f"{event.id}.{number}", "pid": 1}
+                arrow = {"name": "after", "cat": "kvtier", "id": next(arrow_ids), "pid": _PROCESS}
                 # The arrow leaves from inside the span: the format binds it to the slice that encloses its time.
                 left_ns = max(other.start_ns, other.end_ns - 1)
                 out.append(arrow | {"ph": "s", "tid": tracks[other.track], "ts": (left_ns - zero_ns) / 1000})

@@ -4,11 +4,12 @@ Of the 16 bits of a bfloat16 the 8 of the exponent are few values in fact, while
 planes of one byte an element, compresses the plane of exponents with zstd and keeps the other as it is. Exponents repeat in frequency, not in sequence:
 searching them for matches costs two thirds of the time and makes the result larger, so level 0, the default, leaves that out.
 
-    payload = zstd frame of the exponents | sign and mantissa, one byte an element | the last raw byte where their number is odd
+    payload = sign and mantissa, one byte an element | the last raw byte where their number is odd | zstd frame of the exponents
 
 The loops run in numba, without the GIL, where it is installed, and in numpy otherwise; the bytes are the same.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,6 @@ from kvtier.record.codecs import (
     Encoded,
     declined,
     int_in,
-    param_int,
     ratio_from,
     refuse_unknown,
     zstd_compress,
@@ -81,6 +81,17 @@ def loops() -> tuple[Split, Join]:
         return njit(nogil=True)(_split_loop), njit(nogil=True)(_join_loop)
 
 
+# A plane of exponents for each thread, as long as its longest part: fresh memory for each part would cost its page faults each time.
+_planes = threading.local()
+
+
+def _scratch(count: int) -> U8:
+    plane: U8 | None = getattr(_planes, "exponents", None)
+    if plane is None or plane.size < count:
+        plane = _planes.exponents = np.empty(count, np.uint8)
+    return plane[:count]
+
+
 @dataclass(frozen=True, slots=True)
 class Bf16SplitCodec(Codec):
     """Exponents in zstd, sign and mantissa raw.
@@ -102,26 +113,26 @@ class Bf16SplitCodec(Codec):
 
     def encode(self, raw: memoryview) -> Encoded:
         count = len(raw) // 2
-        elements = np.frombuffer(raw, "<u2", count)
-        exponents = np.empty(count, np.uint8)
-        rest = np.empty(count, np.uint8)
-        loops()[0](elements, exponents, rest)
+        frame_at = len(raw) - count
+        # As long as the raw bytes: what does not fit is declined.
+        payload = np.empty(len(raw), np.uint8)
+        exponents = _scratch(count)
+        loops()[0](np.frombuffer(raw, "<u2", count), exponents, payload[:count])
         frame = zstd_compress(exponents.data, self.level) if self.level else zstd_compress_entropy(exponents.data)
-        if (len(frame) + len(raw) - count) * self.ratio_min > len(raw):
+        if (frame_at + len(frame)) * self.ratio_min > len(raw):
             return declined(raw)
-        payload = b"".join((frame, rest.data, raw[2 * count :]))
-        return Encoded(payload, self.name, {"exponents_bytes": len(frame), "level": self.level})
+        view = payload.data
+        view[count:frame_at] = raw[2 * count :]
+        view[frame_at : frame_at + len(frame)] = frame
+        return Encoded(view[: frame_at + len(frame)], self.name, {"level": self.level})
 
     @classmethod
     def decode(cls, payload: memoryview, params: Mapping[str, Scalar], out: memoryview) -> None:
         count = len(out) // 2
-        frame_bytes = param_int(cls.name, params, "exponents_bytes", 0, len(payload))
-        if len(payload) - frame_bytes != len(out) - count:
-            raise CodecError(
-                f"a {cls.name} payload of {len(payload)} bytes with {frame_bytes} of exponents cannot hold {len(out)} raw bytes"
-            )
-        exponents = np.empty(count, np.uint8)
-        zstd_decompress_into(payload[:frame_bytes], exponents.data)
-        rest = np.frombuffer(payload, np.uint8, count, frame_bytes)
-        loops()[1](exponents, rest, np.frombuffer(out, "<u2", count))
-        out[2 * count :] = payload[frame_bytes + count :]
+        frame_at = len(out) - count
+        if len(payload) < frame_at:
+            raise CodecError(f"a {cls.name} payload of {len(payload)} bytes cannot hold {len(out)} raw bytes")
+        exponents = _scratch(count)
+        zstd_decompress_into(payload[frame_at:], exponents.data)
+        loops()[1](exponents, np.frombuffer(payload, np.uint8, count), np.frombuffer(out, "<u2", count))
+        out[2 * count :] = payload[count:frame_at]

@@ -165,10 +165,19 @@ class Int8Codec(Codec):
         if len(payload) != 2 * (key_scale_count + value_scale_count) + 2 * count:
             raise CodecError(f"an int8 payload of {len(payload)} bytes does not fit {len(out)} raw bytes of {shape}")
         scales = to_float(np.frombuffer(payload, "<u2", key_scale_count + value_scale_count), "bf16")
+        if not np.isfinite(scales).all():
+            raise CodecError("an int8 payload has scales that are no numbers: its writer was at fault")
         numbers = np.frombuffer(payload, np.int8, 2 * count, 2 * scales.size)
         full = (layers, shape.tokens, shape.heads, shape.head_dim)
-        keys = numbers[:count].reshape(full) * scales[:key_scale_count].reshape(layers, 1, shape.heads, shape.head_dim)
-        values = numbers[count:].reshape(full) * scales[key_scale_count:].reshape(layers, shape.tokens, shape.heads, 1)
+        with np.errstate(
+            over="ignore"
+        ):  # at the end of the range 127 scales may pass it: such numbers are clipped below
+            keys = numbers[:count].reshape(full) * scales[:key_scale_count].reshape(
+                layers, 1, shape.heads, shape.head_dim
+            )
+            values = numbers[count:].reshape(full) * scales[key_scale_count:].reshape(
+                layers, shape.tokens, shape.heads, 1
+            )
         into_keys, into_values = shape.keys_and_values(np.frombuffer(out, "<u2"), layers)
         into_keys[...] = from_float(keys, shape.dtype)
         into_values[...] = from_float(values, shape.dtype)
@@ -265,4 +274,7 @@ class Fp8Codec(Codec):
         if len(out) != 2 * len(payload):
             raise CodecError(f"an fp8 payload of {len(payload)} bytes cannot hold {len(out)} raw bytes")
         table = _decode_table(dtype_in(cls.name, params.get("dtype")), exponent)
-        np.take(table, np.frombuffer(payload, np.uint8), out=np.frombuffer(out, "<u2"), mode="clip")
+        patterns = np.frombuffer(payload, np.uint8)
+        if ((patterns & 0x7F) == 0x7F).any():
+            raise CodecError("an fp8 payload holds NaN, which no encoder writes: its writer was at fault")
+        np.take(table, patterns, out=np.frombuffer(out, "<u2"), mode="clip")

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from struct import Struct
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -122,19 +122,22 @@ class RecordSizes:
         return self.raw_bytes / self.stored_bytes
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Metadata(msgspec.Struct, frozen=True):
     """The head's metadata as it is encoded: a MessagePack map. Fields that a reader does not know are skipped."""
 
     ns: bytes
     key: bytes
-    gen: int
-    group: int
-    rank: int
+    gen: Count
+    group: Count
+    rank: Count
     codec: str
     params: dict[str, Scalar]
-    raw: int
-    raw_sum: int
-    sum: int
+    raw: Count
+    raw_sum: Count
+    sum: Count
 
 
 _encode_metadata = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -166,6 +169,10 @@ def encode_head(head: RecordHead) -> bytes:
     Raises HeadTooLargeError.
     """
     who = head.identity
+    if who.generation < 0 or who.group < 0 or who.rank < 0 or head.raw_bytes < 0:
+        raise RecordError(
+            f"generation, group, rank and raw_bytes are counts, and one is negative: {who}, raw_bytes {head.raw_bytes}"
+        )
     metadata = _encode_metadata(
         _Metadata(
             who.namespace,

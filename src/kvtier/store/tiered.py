@@ -49,7 +49,9 @@ from kvtier.store.moves import (
 from kvtier.store.slots import SlotAllocator
 
 NO_SPACE = "no_space"
-"""A write failure whose reason begins so means that the disk is full: room is made, where others are waited out."""
+OVER_BUDGET = "over_budget"
+"""Kinds of write failure that say nothing against the disk: it is full, and room is made; it has been written enough for now.
+After any other kind writes are suspended for a while."""
 
 
 class Presence(Enum):
@@ -152,6 +154,11 @@ class _Owed:
 
     ranks_left: int
     slots: list[_Slot]
+
+
+def _kind(reason: str) -> str:
+    """What a reason begins with, before its detail: few enough to count."""
+    return reason.partition(":")[0]
 
 
 class TieredStore:
@@ -359,7 +366,7 @@ class TieredStore:
                 load.reason = outcome.reason or load.reason
                 load.ranks_holding += outcome.held
             for reason in sorted(set(outcome.lost.values())) or [outcome.reason]:
-                self.counters[f"load_failed:{reason}"] += 1
+                self.counters[f"load_failed:{_kind(reason)}"] += 1
                 self._notice(f"a load failed and its request is recomputed: {reason}")
         elif isinstance(outcome, StoreFailed):
             self._store_failed.update(dict.fromkeys((k for k in outcome.keys if k in self._filling), outcome.reason))
@@ -644,11 +651,11 @@ class TieredStore:
             self._actions.append(DeleteParts(list(write.failed)))
             self.counters["write_failed_parts"] += len(write.failed)
             for reason in sorted(set(write.failed.values())):
-                self.counters[f"write_failed:{reason}"] += 1
+                self.counters[f"write_failed:{_kind(reason)}"] += 1
                 self._notice(f"parts could not be written to disk, and are served from DRAM only: {reason}")
             self._disk_retry_at_s = now_s + self.limits.disk_retry_s
-            full = any(reason.startswith(NO_SPACE) for reason in write.failed.values())
-            if full:
+            kinds = {_kind(reason) for reason in write.failed.values()}
+            if NO_SPACE in kinds:
                 slack_bytes = 2 * max(self.limits.slot_bytes)
                 self._disk_limit_bytes = max(0, min(self._disk_limit_bytes, self._disk_used_bytes - slack_bytes))
-            self._disk_suspended = not full
+            self._disk_suspended = not kinds <= {NO_SPACE, OVER_BUDGET}

@@ -93,6 +93,21 @@ class _Machine(RuleBasedStateMachine):
             del self.values[victim]
         self.values[key] = value
 
+    @precondition(lambda self: not self.closing and len(self.values) < len(KEYS))
+    @rule(value=VALUES, choice=st.randoms(use_true_random=False))
+    def put_what_is_missing(self, value: bytes, choice: Any) -> None:
+        """A put that needs room more often than `put` does."""
+        self.put(choice.choice([key for key in KEYS if key not in self.values]), value, bytes)
+
+    @precondition(lambda self: not self.closing and self.values)
+    @rule(scope=st.sampled_from(SCOPES), owner=st.randoms(use_true_random=False))
+    def lease_the_next_victim(self, scope: str, owner: Any) -> None:
+        """And then use all others, so that the lease alone keeps it."""
+        first = next(iter(self.values))
+        self.lease(first, scope, owner)
+        for key in [key for key in self.values if key != first]:
+            self.get(key)
+
     @rule(key=st.sampled_from(KEYS))
     def get(self, key: bytes) -> None:
         if self.closing:

@@ -494,13 +494,29 @@ def started(queue: LaneQueue, now_s: float = 0.0) -> list[Job]:
     return jobs
 
 
-def test_demand_fills_the_depth_but_for_the_writes_share() -> None:
+@pytest.mark.parametrize("iodepth", [1, 2, 16])
+def test_demand_and_writes_share_what_is_started(iodepth: int) -> None:
+    queue = LaneQueue(iodepth, 0.125)
+    lanes = []
+    for _ in range(40 * 8 // iodepth):
+        for _ in range(iodepth):
+            queue.push(lane_job(Lane.DEMAND))
+            queue.push(lane_job(Lane.WRITE))
+        flight = started(queue)
+        assert len(flight) == iodepth
+        lanes += [job.lane for job in flight]
+        for job in flight:
+            queue.ended(job)
+    assert abs(lanes.count(Lane.WRITE) - 40) <= 2
+
+
+def test_writes_start_beside_demand_that_leaves_room() -> None:
     queue = LaneQueue(16, 0.125)
-    for index in range(40):
-        queue.push(lane_job(Lane.DEMAND, index))
+    queue.write_credit = 0.0
+    queue.push(lane_job(Lane.DEMAND))
+    for index in range(8):
         queue.push(lane_job(Lane.WRITE, index))
-    lanes = [job.lane for job in started(queue)]
-    assert (lanes.count(Lane.DEMAND), lanes.count(Lane.WRITE)) == (14, 2)
+    assert [job.lane for job in started(queue)] == [Lane.DEMAND, Lane.WRITE, Lane.WRITE]
 
 
 def test_writes_are_never_starved_however_long_demand_lasts() -> None:
@@ -508,7 +524,7 @@ def test_writes_are_never_starved_however_long_demand_lasts() -> None:
     written = 0
     for index in range(100):
         queue.push(lane_job(Lane.WRITE, index))
-    for _ in range(200):
+    for _ in range(120):
         while len(queue) < 150:
             queue.push(lane_job(Lane.DEMAND))
         for job in started(queue):
@@ -584,6 +600,8 @@ def test_the_compiled_choice_is_the_same_as_the_plain_one() -> None:
         lists[:2] = -1
         flying = np.array([generator.randrange(3) for _ in range(4)])
         queue.in_flight = flying.tolist()
+        queue.write_credit = generator.choice((0.0, 0.5, 1.0, 1.5))
+        own[ring.V_WRITE_CREDIT] = int(queue.write_credit * ring.CREDIT_UNIT)
         for slot in range(generator.randrange(8)):
             lane = generator.randrange(4)
             deadline = generator.choice((None, 1, 5, 9))

@@ -3,16 +3,20 @@
 import os
 import signal
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.policy.registry import make_policy
 from kvtier.record.envelope import Identity, open_slot, seal_slot
+from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
 from kvtier.tier.disk.base import PartFailure, PartRead, PartStore, PartWrite
+from kvtier.tier.disk.catalog import Catalog, CatalogRow
 from kvtier.tier.disk.engines import make_io
-from kvtier.tier.disk.io import PAGE_BYTES, aligned_buffer
+from kvtier.tier.disk.io import PAGE_BYTES, Op, aligned_buffer
 from kvtier.tier.disk.segment_store import SegmentStore
 
 NAMESPACE = bytes(range(16))
@@ -430,3 +434,113 @@ def test_a_child_does_not_keep_the_path_locked_after_its_parent(tmp_path: Path) 
         open_store(tmp_path).close(WAIT_S)
     finally:
         os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_policy_makes_room_by_itself_and_spares_what_is_read(tmp_path: Path) -> None:
+    io = FaultyIO(make_io("threads"))
+    store = open_store(tmp_path, 4 * PAGE_BYTES, policy=make_policy("lru", 4 * PAGE_BYTES), io=io)
+    parts = {key: pattern(index, PAGE_BYTES) for index, key in enumerate(keys(12))}
+    for key in keys(4):
+        assert write_parts(store, {key: parts[key]}) == {key: None}
+    # The first is being read, the second was used: the third goes.
+    read_part(store, keys(4)[1], PAGE_BYTES)
+    io.rule = of_kind(Op.READ, Fault(stalls=True))
+    waiter = Waiter(1)
+    store.submit_read([PartRead(keys(1)[0], aligned_buffer(PAGE_BYTES))], waiter)
+    wait_until(lambda: io.stalled == 1)
+    assert write_parts(store, {keys(5)[4]: parts[keys(5)[4]]}) == {keys(5)[4]: None}
+    assert {entry.key for entry in store.entries()} == {keys(5)[index] for index in (0, 1, 3, 4)}
+    # What cannot be satisfied changes nothing.
+    assert set(write_parts(store, {b"large" + bytes(27): pattern(1, 4 * PAGE_BYTES)}).values()) == {
+        PartFailure.NO_SPACE
+    }
+    assert len(store) == 4
+    io.rule = lambda job: None
+    io.release()
+    assert waiter.wait()[0].failure is None
+    for key, payload in parts.items():
+        assert write_parts(store, {key: payload}) == {key: None}
+    assert store.stats().parts_evicted >= 8
+    assert store.stats().used_bytes == 4 * PAGE_BYTES
+    store.close(WAIT_S)
+    store = open_store(tmp_path, 4 * PAGE_BYTES, policy=make_policy("lru", 4 * PAGE_BYTES))
+    assert set(write_parts(store, {keys(1, 99)[0]: pattern(3, 2 * PAGE_BYTES)}).values()) == {None}
+    store.close(WAIT_S)
+
+
+def test_without_direct_io_everything_works_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def no_direct(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", no_direct)
+    store = open_store(tmp_path)
+    assert not store.direct_io
+    assert "Invalid argument" in store.direct_io_reason
+    parts = {key: pattern(index, PAGE_BYTES) for index, key in enumerate(keys(5))}
+    write_parts(store, parts)
+    for key, payload in parts.items():
+        assert read_part(store, key, PAGE_BYTES) == (None, bytes(payload))
+    store.close(WAIT_S)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(StoreUnavailableError, match="is not writable for user"):
+        open_store(tmp_path)
+
+
+def test_an_arena_is_registered_or_it_is_said_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.tier.disk.ring import RingIO
+
+    arena = aligned_buffer(16 * PAGE_BYTES)
+    store = open_store(tmp_path, io=make_io("ring"), arena=arena)
+    assert store.arena_registered_reason == ""
+    arena[:] = pattern(1, arena.nbytes)
+    write_parts(store, {keys(1)[0]: arena[: 4 * PAGE_BYTES]})
+    assert read_part(store, keys(1)[0], 4 * PAGE_BYTES) == (None, bytes(arena[: 4 * PAGE_BYTES]))
+    assert isinstance(store.io, RingIO)
+    assert (store.io.registered_files, store.io.registered_memory_bytes) == (1, arena.nbytes)
+    store.close(WAIT_S)
+    monkeypatch.setattr(RingIO, "_own_job", lambda *arguments: 12)
+    store = open_store(tmp_path, io=make_io("ring"), arena=arena)
+    assert "RLIMIT_MEMLOCK" in store.arena_registered_reason
+    assert read_part(store, keys(1)[0], 4 * PAGE_BYTES)[0] is None
+    store.close(WAIT_S)
+
+
+def test_an_idle_store_takes_no_processor_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path, io=make_io("ring"))
+    write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    assert store.flush(WAIT_S)
+    time.sleep(0.02)
+    before = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - before < 0.005
+    store.close(WAIT_S)
+
+
+@pytest.mark.slow
+def test_a_large_catalog_opens_in_seconds(tmp_path: Path) -> None:
+    count = 200_000
+    store = open_store(tmp_path, count * PAGE_BYTES, io=make_io("threads"), durability="none")
+    store.close(WAIT_S)
+    with (store.directory / f"seg_00000001_{PAGE_BYTES}.kv").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, count * PAGE_BYTES)
+    catalog = Catalog(store.directory, "none")
+    for first in range(0, count, 5000):
+        rows = [
+            CatalogRow(n + 1, b"%032d" % n, 1, n, PAGE_BYTES, n, n, 1e-9, (n * 7919) % count)
+            for n in range(first, first + 5000)
+        ]
+        catalog.commit(added=rows, removed=())
+    catalog.close()
+    before = time.process_time()
+    store = open_store(tmp_path, count * PAGE_BYTES, io=make_io("threads"), durability="none")
+    # A million in 5 s is 1 s here.
+    assert time.process_time() - before < 1.5
+    assert len(store) == count
+    store.close(WAIT_S)

@@ -49,6 +49,7 @@ class KVTierManager(OffloadingManager):
         self._last_stored: dict[str, dict[int, bytes]] = {}
         self._live: set[str] = set()
         self._declined: set[str] = set()
+        self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
 
@@ -162,6 +163,12 @@ class KVTierManager(OffloadingManager):
         # Once is enough: the request is recomputed, and is not offered what may fail again.
         if req_context.req_id in self._live:
             self._declined.add(req_context.req_id)
+            self._newly_declined.append(req_context.req_id)
+
+    def take_declined(self) -> list[str]:
+        """Requests whose load failed since the last call: all that they compute is worth storing again."""
+        declined, self._newly_declined = self._newly_declined, []
+        return declined
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         store = self._started()

@@ -70,8 +70,7 @@ def stats_of(
         before[name] = value
         base, _, reason = name.partition(":")
         if reason and base in _BY_REASON:
-            # The part after a reason's first colon is detail for the log; as a label it would have no bound.
-            stats.increase_counter(counter_name(f"{base}_by_reason"), change, (reason.partition(":")[0],))
+            stats.increase_counter(counter_name(f"{base}_by_reason"), change, (reason,))
         elif base in _COUNTERS:
             stats.increase_counter(counter_name(base), change)
     for name, value in gauges.items():

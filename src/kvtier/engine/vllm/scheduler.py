@@ -39,6 +39,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self.manager.request_seen(keys, run.length)
         return None if run.pending else run.length
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for req_id in self.manager.take_declined():
+            # Upstream counts what a load promised as stored; after a failed one it has to be looked at again.
+            req_status = self._req_status.get(req_id)
+            for group_state in req_status.group_states if req_status is not None else ():
+                group_state.next_stored_chunk_idx = 0
+
     def request_finished(self, request: Any) -> Any:
         self._seen.discard(request.request_id)
         return super().request_finished(request)

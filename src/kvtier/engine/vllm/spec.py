@@ -26,7 +26,7 @@ from kvtier.engine.vllm.messages import KVTierHandshake
 from kvtier.engine.vllm.metrics import definitions
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of
 from kvtier.errors import ConfigError
-from kvtier.identity.namespace import write_manifest
+from kvtier.identity.namespace import Namespace, write_manifest
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
 from kvtier.record.envelope import slot_bytes
 from kvtier.tier.disk.base import PartStore
@@ -94,8 +94,8 @@ class KVTierSpec(OffloadingSpec):
                 f"{least_bytes * parallel.world_size:,}, or make parts smaller with blocks_per_chunk or vLLM's block_size"
             )
         require_memory(rank_bytes, "dram_bytes", available_memory_bytes())
-        disk = self._open_disk(namespace)
         arena = Arena(rank_bytes)
+        disk = self._open_disk(namespace, arena)
         plane = DataPlane(
             arena,
             layouts,
@@ -124,26 +124,35 @@ class KVTierSpec(OffloadingSpec):
             close_deadline_s=settings.close_deadline_s,
         )
 
-    def _open_disk(self, namespace: Any) -> PartStore | None:
+    def _open_disk(self, namespace: Namespace, arena: Arena) -> PartStore | None:
         settings, parallel = self.settings, self.config.parallel
         if settings.disk_path is None:
             return None
+        root = settings.disk_path
+        if parallel.data_parallel_size > 1 and root.is_dir():
+            # Replicas are engines of their own: each owns a store.
+            root = root / f"replica_{parallel.data_parallel_index}"
+            root.mkdir(exist_ok=True)
         store = SegmentStore(
-            settings.disk_path,
+            root,
             namespace=namespace.id,
             rank=parallel.rank,
             capacity_bytes=settings.disk_bytes // parallel.world_size,
             durability=settings.disk_durability,  # type: ignore[arg-type]
             free_bytes_min=settings.disk_free_bytes_min,
             iodepth=settings.io_depth,
+            arena=arena.view(0, arena.capacity_bytes),
         )
         try:
-            write_manifest(namespace, settings.disk_path)
+            write_manifest(namespace, root)
         except BaseException:
             store.close(0.0)
             raise
         for note in store.notes:
             logger.warning("kvtier: disk: %s", note)
+        logger.info("kvtier: disk: I/O by %s, %s", store.io.name, store.io.chosen_because)
+        if store.arena_registered_reason:
+            logger.info("kvtier: disk: the arena is not registered with the kernel: %s", store.arena_registered_reason)
         if not store.direct_io:
             logger.warning(
                 "kvtier: disk_path %s is on a filesystem without direct I/O: reads and writes go through the page cache, which "

@@ -38,6 +38,7 @@ class PartFailure(Enum):
     CANCELLED = "cancelled"
     CLOSED = "closed"
     CORRUPT = "corrupt"
+    OVER_BUDGET = "over_budget"
 
 
 @dataclass(frozen=True, slots=True)

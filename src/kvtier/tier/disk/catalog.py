@@ -8,13 +8,14 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvtier.errors import StoreUnavailableError
 
 CATALOG_VERSION = 1
 APPLICATION_ID = 0x4B565431  # "KVT1"
 CATALOG_NAME = "catalog.sqlite"
+_Item = TypeVar("_Item")
 _SYNCHRONOUS = {"none": "OFF", "flush": "NORMAL", "sync": "FULL"}
 
 
@@ -42,6 +43,18 @@ class CatalogRow(NamedTuple):
     depth_tokens: int
     value_s_per_byte: float
     used: int
+
+
+def _in_powers_of_two(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """Cut `items` into groups of 256, 128, … 1, so that few statements do the work and each of the nine is prepared once.
+
+    Every statement lets go of the GIL: beside a busy Python thread a statement a row would cost milliseconds a row.
+    """
+    start = 0
+    while start < len(items):
+        size = min(256, 1 << (len(items) - start).bit_length() - 1)
+        yield items[start : start + size]
+        start += size
 
 
 class CatalogCorruptError(Exception):
@@ -118,12 +131,15 @@ class Catalog:
 
     def rows(self, after_id: int = -1) -> Iterator[CatalogRow]:
         """Rows with an id above `after_id`, least recently used first."""
+        return map(CatalogRow._make, self.raw_rows(after_id))
+
+    def raw_rows(self, after_id: int = -1) -> Iterator[tuple[int, bytes, int, int, int, int, int, float, int]]:
+        """The same rows as plain tuples, for who reads a million of them."""
         try:
-            cursor = self._database.execute(
+            yield from self._database.execute(
                 "SELECT id, key, segment, slot, stored_bytes, head_hash, depth_tokens, value, used FROM parts WHERE id > ? ORDER BY used",
                 (after_id,),
             )
-            yield from map(CatalogRow._make, cursor)
         except sqlite3.DatabaseError as exception:
             raise CatalogCorruptError(f"{self.path}: {exception}") from exception
 
@@ -148,10 +164,11 @@ class Catalog:
             database.execute("PRAGMA synchronous=FULL")
         database.execute("BEGIN IMMEDIATE")
         try:
-            if removed:
-                database.executemany("DELETE FROM parts WHERE id=?", [(row_id,) for row_id in removed])
-            if added:
-                database.executemany("INSERT INTO parts VALUES (?,?,?,?,?,?,?,?,?)", added)
+            for group in _in_powers_of_two(removed):
+                database.execute(f"DELETE FROM parts WHERE id IN ({','.join('?' * len(group))})", group)
+            for rows in _in_powers_of_two(added):
+                values = ",".join(["(?,?,?,?,?,?,?,?,?)"] * len(rows))
+                database.execute(f"INSERT INTO parts VALUES {values}", [value for row in rows for value in row])
             touched = list(used)
             if touched:
                 database.executemany("UPDATE parts SET used=? WHERE id=?", touched)
@@ -176,6 +193,26 @@ class Catalog:
             raise
         finally:
             database.execute(f"PRAGMA synchronous={_SYNCHRONOUS[durability]}")
+
+    def saved_state(self) -> dict[str, float]:
+        """What `save_state` wrote last."""
+        rows = self._database.execute("SELECT name, value FROM meta WHERE name LIKE 'state:%'").fetchall()
+        return {name.removeprefix("state:"): float(value) for name, value in rows}
+
+    def save_state(self, state: dict[str, float]) -> None:
+        """Replace the store's own numbers."""
+        database = self._database
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            database.execute("DELETE FROM meta WHERE name LIKE 'state:%'")
+            database.executemany(
+                "INSERT INTO meta VALUES (?,?)", [(f"state:{name}", value) for name, value in state.items()]
+            )
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:
+                database.execute("ROLLBACK")
+            raise
 
     def stored_on_disk_bytes(self) -> int:
         """Bytes of the database and its write-ahead log."""

@@ -10,13 +10,17 @@ job alone; starts jobs by lane (see `kvtier.tier.disk.lanes`); never touches a b
 and hands each job over exactly once.
 """
 
+import ctypes
 import errno
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
+
+import numpy as np
 
 from kvtier.tier.disk.base import Lane
 
@@ -149,17 +153,15 @@ class IOEngine(ABC):
 
 def address_of(buffer: memoryview) -> int:
     """Address of the first byte of a contiguous view, 0 for an empty one."""
-    import numpy as np
-
     if buffer.nbytes == 0:
         return 0
-    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
+    if buffer.readonly:
+        return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def aligned_buffer(length_bytes: int) -> memoryview:
     """New zeroed memory whose address is a multiple of 4,096."""
-    import mmap
-
     return memoryview(mmap.mmap(-1, max(length_bytes, 1)))[:length_bytes]
 
 

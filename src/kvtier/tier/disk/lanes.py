@@ -2,10 +2,11 @@
 
 The limits count jobs in flight, out of a depth of `iodepth`:
 
-- demand reads may fill the depth, except for what waiting writes are guaranteed;
+- demand reads may fill the depth;
 - preloads start only where no demand read waits, and leave a quarter of the depth free for the next one; a preload whose deadline is
   reached competes as a demand read;
-- writes get `write_jobs_min` of the depth whenever they wait, and that alone while demand reads are about; all but a quarter of it otherwise;
+- waiting writes are guaranteed `write_share` of what is started: each other start earns them credit, and with a whole credit a write goes before everything
+  else. While demand reads are about, `write_jobs_min` of them fly at most; all but a quarter of the depth otherwise;
 - maintenance starts only where nothing else waits, and takes at most a quarter.
 
 Inside a lane the earliest deadline goes first, and equal deadlines go in the order of submission.
@@ -18,8 +19,10 @@ from kvtier.tier.disk.base import Lane
 from kvtier.tier.disk.io import Job
 
 LANES = (Lane.DEMAND, Lane.PRELOAD, Lane.WRITE, Lane.MAINTENANCE)
-LANE_INDEX = {lane: index for index, lane in enumerate(LANES)}
+# By identity: an enumeration member's own hash is computed in Python, for every job.
+LANE_INDEX = {id(lane): index for index, lane in enumerate(LANES)}
 DEMAND, PRELOAD, WRITE, MAINTENANCE = range(4)
+CREDIT_MAX = 2.0
 
 
 class _Line:
@@ -67,6 +70,8 @@ class LaneQueue:
             )
         self.iodepth = iodepth
         self.write_jobs_min = max(1, int(iodepth * write_share))
+        self.write_credit = 1.0
+        self.credit_a_start = write_share / (1 - write_share)
         self.reserve = iodepth // 4
         self.in_flight = [0, 0, 0, 0]
         self._lines = [_Line(), _Line(), _Line(), _Line()]
@@ -75,10 +80,10 @@ class LaneQueue:
         return sum(map(len, self._lines))
 
     def push(self, job: Job) -> None:
-        self._lines[LANE_INDEX[job.lane]].push(job)
+        self._lines[LANE_INDEX[id(job.lane)]].push(job)
 
     def ended(self, job: Job) -> None:
-        self.in_flight[LANE_INDEX[job.lane]] -= 1
+        self.in_flight[LANE_INDEX[id(job.lane)]] -= 1
 
     def cancel_all(self) -> None:
         """Mark everything that waits as cancelled."""
@@ -96,6 +101,10 @@ class LaneQueue:
         if lane < 0:
             return None
         self.in_flight[lane] += 1
+        if lane == WRITE:
+            self.write_credit = max(0.0, self.write_credit - 1)
+        elif self._lines[WRITE]:
+            self.write_credit = min(CREDIT_MAX, self.write_credit + self.credit_a_start)
         return self._lines[lane].pop()
 
     def _choose(self, now_s: float) -> int:
@@ -104,16 +113,16 @@ class LaneQueue:
         if flying >= self.iodepth:
             return -1
         writes_flying = self.in_flight[WRITE]
-        if write and writes_flying < self.write_jobs_min:
+        writes_few = writes_flying < self.write_jobs_min
+        if write and writes_few and self.write_credit >= 1:
             return WRITE
         due = preload.due(now_s)
         if due and not (demand and demand.timed and demand.timed[0][0] <= preload.timed[0][0]):
             return PRELOAD
         if demand:
-            # The last places are kept for the guaranteed writes only while some wait, and then the branch above took them.
             return DEMAND
         spare = self.iodepth - self.reserve
-        if write and not self.in_flight[DEMAND] and writes_flying < spare:
+        if write and (writes_few or (not self.in_flight[DEMAND] and writes_flying < spare)):
             return WRITE
         if preload and flying < spare:
             return PRELOAD

@@ -37,7 +37,7 @@ from numba.extending import intrinsic
 
 from kvtier.errors import ConfigError
 from kvtier.tier.disk.io import END_OF_FILE, RETRIES_MAX, Finished, IOEngine, Job, Op, Step
-from kvtier.tier.disk.lanes import LANE_INDEX
+from kvtier.tier.disk.lanes import CREDIT_MAX, LANE_INDEX
 from kvtier.tier.disk.threads import ThreadIO, hand_over
 
 # -- what the kernel calls things
@@ -115,7 +115,9 @@ CONTROL_WORDS = 64
     V_OPEN_AHEAD,
     V_WAKE_FD,
     V_STATS_AT,
-) = range(20)
+    V_WRITE_CREDIT,
+    V_CREDIT_A_START,
+) = range(22)
 VARIABLES = 32
 # Words that the kernel reads or fills: the argument of a wait (3), its timeout (2), the clock (2), what goes into and comes out of an eventfd.
 W_ARGUMENT, W_PAUSE, W_CLOCK, W_ONE, W_WAKE = 0, 3, 5, 7, 8
@@ -127,6 +129,8 @@ LISTS = 16
 STAGE_NONE, STAGE_TO_OPEN, STAGE_OPENED, STAGE_DATA = 0, 1, 2, 3
 REPORT_JOBS, REPORT_BYTES, REPORT_AGE_NS = 16, 8 << 20, 300_000
 BACK_OFF_NS = 500_000
+CREDIT_UNIT = 1_000_000
+CREDIT_LIMIT = int(CREDIT_MAX * CREDIT_UNIT)
 WAKE = SLOTS
 E_INTR, E_AGAIN, E_BUSY, E_INVAL, E_NOSPC, E_CANCELED = (
     errno.EINTR,
@@ -247,7 +251,8 @@ def _choose(jobs: Any, heads: Any, counts: Any, flying: Any, own: Any, now_ns: i
     preload = counts[2] + counts[3]
     write = counts[4] + counts[5]
     maintenance = counts[6] + counts[7]
-    if write > 0 and flying[2] < own[V_WRITE_MIN]:
+    writes_few = flying[2] < own[V_WRITE_MIN]
+    if write > 0 and writes_few and own[V_WRITE_CREDIT] >= CREDIT_UNIT:
         return 2
     if (
         counts[3] > 0
@@ -258,13 +263,22 @@ def _choose(jobs: Any, heads: Any, counts: Any, flying: Any, own: Any, now_ns: i
     if demand > 0:
         return 0
     spare = own[V_IODEPTH] - own[V_RESERVE]
-    if write > 0 and flying[0] == 0 and flying[2] < spare:
+    if write > 0 and (writes_few or (flying[0] == 0 and flying[2] < spare)):
         return 2
     if preload > 0 and total < spare:
         return 1
     if maintenance > 0 and write == 0 and preload == 0 and flying[3] < max(1, own[V_RESERVE]):
         return 3
     return -1
+
+
+@_INNER
+def _account(counts: Any, own: Any, lane: int) -> None:
+    """A job of that lane starts: waiting writes earn or spend credit, in millionths."""
+    if lane == 2:
+        own[V_WRITE_CREDIT] = max(0, own[V_WRITE_CREDIT] - CREDIT_UNIT)
+    elif counts[4] + counts[5] > 0:
+        own[V_WRITE_CREDIT] = min(CREDIT_LIMIT, own[V_WRITE_CREDIT] + own[V_CREDIT_A_START])
 
 
 @_INNER
@@ -443,6 +457,8 @@ def _judge(jobs: Any, steps: Any, stats: Any, job: int, result: int) -> int:
         jobs[job, J_MOVED] = size
         if steps[row, S_LENGTH] >= 0 and size != steps[row, S_LENGTH]:
             _fail(jobs, job, E_END)
+    if op == O_CLOSE:
+        jobs[job, J_FD] = -1
     jobs[job, J_DONE] = 0
     jobs[job, J_RETRIES] = 0
     jobs[job, J_STEP] += 1
@@ -555,6 +571,7 @@ def _run(  # noqa: C901 - one loop, in the order of its comments
                 own[V_AHEAD] -= 1
             jobs[job, J_STAGE] = STAGE_DATA
             flying[lane] += 1
+            _account(counts, own, lane)
             if not _issue(jobs, steps, sqes, own, job):
                 own[V_ACTIVE] -= 1
                 _ended(jobs, ended, flying, own, control, job, now_ns)
@@ -794,6 +811,7 @@ class RingIO(IOEngine):
         self._done_fd = os.eventfd(0, os.EFD_CLOEXEC)
         own = self._own = np.zeros(VARIABLES, np.int64)
         own[V_DONE_FD], own[V_TRANSFER_MAX], own[V_IODEPTH] = self._done_fd, transfer_bytes_max, iodepth
+        own[V_WRITE_CREDIT], own[V_CREDIT_A_START] = CREDIT_UNIT, int(CREDIT_UNIT * write_share / (1 - write_share))
         own[V_WRITE_MIN], own[V_RESERVE], own[V_OPEN_AHEAD] = max(1, int(iodepth * write_share)), iodepth // 4, ahead
         entries = 1 << (iodepth + ahead + 16).bit_length()
         self._supported: frozenset[int] = frozenset()
@@ -911,7 +929,7 @@ class RingIO(IOEngine):
         _pack_job(
             self._jobs_bytes,
             slot * JOB_COLUMNS * 8,
-            LANE_INDEX[job.lane],
+            LANE_INDEX[id(job.lane)],
             deadline,
             len(steps),
             0,

@@ -30,6 +30,7 @@ A forked child shares nothing: every call on its parent's store fails as CLOSED 
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import sqlite3
@@ -43,6 +44,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.policy.base import EvictionPolicy, RecordInfo
 from kvtier.record.envelope import HEAD_BYTES_MAX, Identity
 from kvtier.tier.disk.base import (
     Key,
@@ -57,6 +59,7 @@ from kvtier.tier.disk.base import (
     Transfer,
 )
 from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
+from kvtier.tier.disk.endurance import EnduranceMeter, WriteBudget
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
 from kvtier.tier.disk.rebuild import scan_segments, signed_hash
@@ -69,27 +72,44 @@ LOCK_NAME = "lock"
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
 _NOTES_MAX = 64
+_GROUP = 64
 _REFRESH_PERIOD_S = 0.2
 
 Durability = Literal["none", "flush", "sync"]
 
 
-@dataclass(slots=True, eq=False)
 class _Entry:
     """A published part, or one that is on its way out."""
 
-    id: int
-    key: Key
-    segment: Segment
-    slot: int
-    stored_bytes: int
-    head_hash: int
-    depth_tokens: int
-    value_s_per_byte: float
-    used: int
-    readers: int = 0
-    removed: bool = False
-    removal_committed: bool = False
+    __slots__ = (
+        "depth_tokens", "head_hash", "id", "key", "readers", "removal_committed", "removed", "segment", "slot", "stored_bytes", "used",
+        "value_s_per_byte",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id_: int,
+        key: Key,
+        segment: Segment,
+        slot: int,
+        stored_bytes: int,
+        head_hash: int,
+        depth_tokens: int,
+        value_s_per_byte: float,
+        used: int,
+    ) -> None:
+        self.id = id_
+        self.key = key
+        self.segment = segment
+        self.slot = slot
+        self.stored_bytes = stored_bytes
+        self.head_hash = head_hash
+        self.depth_tokens = depth_tokens
+        self.value_s_per_byte = value_s_per_byte
+        self.used = used
+        self.readers = 0
+        self.removed = False
+        self.removal_committed = False
 
 
 class _Batch(Transfer):
@@ -153,6 +173,7 @@ class SegmentStats:
     reads_failed: int
     parts_corrupt: int
     keys_differed: int
+    parts_evicted: int
     commits: int
     callbacks_failed: int
 
@@ -175,6 +196,10 @@ class SegmentStore(PartStore):
         direct: ask for O_DIRECT. Where the filesystem refuses it, I/O is buffered: see `direct_io`.
         commit_pause_s: gather commits for this long when writes come in a row; 0 commits as soon as the keeper is free.
         part_key: the name under which a sealed part was written, to rebuild a lost catalog; its envelope's key by default.
+        policy: who goes when a write finds the store full; None where the control plane decides, as it does in an engine: then such a
+            write fails as NO_SPACE. The policy learns each part's size, depth and cost (value times size).
+        bytes_a_day: what the drive may be written (see `kvtier.tier.disk.endurance`); 0 for no limit.
+        wall_clock: seconds since the epoch, for that budget.
 
     Attributes:
         directory: where its files are.
@@ -205,6 +230,9 @@ class SegmentStore(PartStore):
         direct: bool = True,
         commit_pause_s: float = 0.0,
         part_key: Callable[[Identity], Key] = lambda identity: identity.key,
+        policy: EvictionPolicy | None = None,
+        bytes_a_day: int = 0,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if durability not in ("none", "flush", "sync"):
             raise ConfigError(f"durability is {durability!r}: use none, flush or sync")
@@ -220,6 +248,9 @@ class SegmentStore(PartStore):
         self._durability: Durability = durability
         self._commit_pause_s = commit_pause_s
         self._part_key = part_key
+        self._policy = policy
+        self._wall_clock = wall_clock
+        self._bytes_a_day = bytes_a_day
         self._capacity_bytes = capacity_bytes
         self.directory = Path(path) / namespace.hex() / f"rank_{rank}"
         _check_root(Path(path), read_only=read_only)
@@ -255,6 +286,7 @@ class SegmentStore(PartStore):
                 "reads_failed",
                 "parts_corrupt",
                 "keys_differed",
+                "parts_evicted",
                 "commits",
             ),
             0,
@@ -336,6 +368,7 @@ class SegmentStore(PartStore):
         if not self._read_only and self._catalog.generation() < self._generation:
             self._catalog.reset(self._generation, self._durability)
         self._load()
+        self._budget = WriteBudget(self._bytes_a_day, now_s=self._wall_clock(), saved=self._catalog.saved_state())
 
     def _rebuild(self, why: str, namespace: bytes, rank: int) -> None:
         """Make a new catalog from the heads of what lies in the segments.
@@ -367,32 +400,17 @@ class SegmentStore(PartStore):
             ) from exception
 
     def _load(self) -> None:
-        """Fill the index from the catalog."""
+        """Fill the index from the catalog. A million rows take seconds, so the loop does what it must and no more."""
         by_number = self._segments.by_number
-        taken: dict[int, set[int]] = {number: set() for number in by_number}
-        lost: list[int] = []
-        index = self._index
-        reserved = stored = last_id = last_used = 0
-        for row_id, key, number, slot, stored_bytes, head_hash, depth, value, used in self._catalog.rows():
-            segment = by_number.get(number)
-            last_id = max(last_id, row_id)
-            last_used = max(last_used, used)
-            if segment is None or not 0 <= slot < segment.slots or stored_bytes > segment.slot_bytes:
-                lost.append(row_id)
-                continue
-            mine = taken[number]
-            if slot in mine or key in index:
-                raise CatalogCorruptError(
-                    f"{self._catalog.path}: two rows claim slot {slot} of segment {number}, or one key"
-                )
-            mine.add(slot)
-            index[key] = _Entry(row_id, key, segment, slot, stored_bytes, head_hash, depth, value, used)
-            reserved += segment.slot_bytes
-            stored += stored_bytes
-        self._next_id = last_id + 1
-        self._used = last_used + 1
-        self._reserved_bytes = reserved
-        self._stored_bytes = stored
+        taken = {number: bytearray(segment.slots) for number, segment in by_number.items()}
+        # A million new objects would have the collector look through all of them again and again, for nothing.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            lost = self._load_rows(by_number, taken)
+        finally:
+            if collecting:
+                gc.enable()
         if lost:
             self.notes.append(
                 f"{len(lost)} parts of the catalog lie in segments that are missing or cut short: forgotten"
@@ -400,15 +418,15 @@ class SegmentStore(PartStore):
         if self._read_only:
             return
         over: list[_Entry] = []
-        for entry in index.values():
+        for entry in self._index.values():
             if self._reserved_bytes <= self._capacity_bytes:
                 break
             over.append(entry)
             self._reserved_bytes -= entry.segment.slot_bytes
             self._stored_bytes -= entry.stored_bytes
-            taken[entry.segment.number].discard(entry.slot)
+            taken[entry.segment.number][entry.slot] = 0
         for entry in over:
-            del index[entry.key]
+            del self._index[entry.key]
         if over:
             self.notes.append(
                 f"the capacity shrank to {self._capacity_bytes} bytes: {len(over)} parts, longest unused first, were dropped"
@@ -417,6 +435,36 @@ class SegmentStore(PartStore):
         if gone:
             self._catalog.commit(added=(), removed=gone)
         self._segments.settle(taken)
+        for entry in self._index.values() if self._policy is not None else ():
+            self._tell_policy(entry)
+
+    def _load_rows(self, by_number: dict[int, Segment], taken: dict[int, bytearray]) -> list[int]:
+        """Rows into the index, their slots marked in `taken`. Returns the ids of rows whose place is not there."""
+        index = self._index
+        lost: list[int] = []
+        reserved = stored = last_id = last_used = 0
+        for row_id, key, number, slot, stored_bytes, head_hash, depth, value, used in self._catalog.raw_rows():
+            segment = by_number.get(number)
+            if row_id > last_id:
+                last_id = row_id
+            last_used = used
+            if segment is None or not 0 <= slot < segment.slots or stored_bytes > segment.slot_bytes:
+                lost.append(row_id)
+                continue
+            marks = taken[number]
+            if marks[slot]:
+                raise CatalogCorruptError(f"{self._catalog.path}: two rows claim slot {slot} of segment {number}")
+            marks[slot] = 1
+            index[key] = _Entry(row_id, key, segment, slot, stored_bytes, head_hash, depth, value, used)
+            reserved += segment.slot_bytes
+            stored += stored_bytes
+        if len(index) != sum(marks.count(1) for marks in taken.values()):
+            raise CatalogCorruptError(f"{self._catalog.path}: two rows have one key")
+        self._next_id = last_id + 1
+        self._used = last_used + 1
+        self._reserved_bytes = reserved
+        self._stored_bytes = stored
+        return lost
 
     def _let_go(self) -> None:
         for name in ("_segments", "_catalog"):
@@ -485,6 +533,11 @@ class SegmentStore(PartStore):
     def __contains__(self, key: Key) -> bool:
         return key in self._index
 
+    def endurance(self) -> EnduranceMeter:
+        """What was written to the drive, and what the budget leaves."""
+        with self._lock:
+            return self._budget.meter(self._wall_clock())
+
     def stats(self) -> SegmentStats:
         """Figures of this moment."""
         with self._lock:
@@ -504,15 +557,17 @@ class SegmentStore(PartStore):
         if self._refused(parts, done):
             return batch
         at_once: list[PartDone] = []
-        start: list[_Write] = []
-        with self._lock:
-            for part in parts:
-                ended = self._admit(part, batch, lane, start)
-                if ended is not None:
-                    at_once.append(ended)
-            if self._waiting:
-                self._wake.notify()
-        self._start_writes(start)
+        # In groups, so that the disk works on the first while the others are looked up.
+        for first in range(0, len(parts), _GROUP):
+            start: list[_Write] = []
+            with self._lock:
+                for part in parts[first : first + _GROUP]:
+                    ended = self._admit(part, batch, lane, start)
+                    if ended is not None:
+                        at_once.append(ended)
+                if self._waiting:
+                    self._wake.notify()
+            self._start_writes(start)
         self._say_soon(batch, at_once)
         return batch
 
@@ -556,12 +611,19 @@ class SegmentStore(PartStore):
         if size == 0:
             return PartDone(part.key, PartFailure.SHORT, "a part of no bytes cannot be stored")
         slot_bytes = slot_bytes_for(size)
-        if self._reserved_bytes + slot_bytes > self._capacity_bytes:
+        if self._reserved_bytes + slot_bytes > self._capacity_bytes and not self._evict(part.key, slot_bytes):
             self._counts["writes_failed"] += 1
             return PartDone(
                 part.key,
                 PartFailure.NO_SPACE,
                 f"{self._reserved_bytes} of {self._capacity_bytes} bytes are taken, {slot_bytes} are needed",
+            )
+        if not self._budget.admit(part.key, slot_bytes, part.value_s_per_byte, part.depth_tokens, self._wall_clock()):
+            self._counts["writes_failed"] += 1
+            return PartDone(
+                part.key,
+                PartFailure.OVER_BUDGET,
+                f"the drive's budget of {self._bytes_a_day} bytes a day is spent on what is worth more",
             )
         self._reserved_bytes += slot_bytes
         write = _Write(part, slot_bytes, lane, [batch], self._generation)
@@ -577,6 +639,32 @@ class SegmentStore(PartStore):
             start.append(write)
         return None
 
+    def _evict(self, incoming: Key, wanted_bytes: int) -> bool:
+        """Under the lock: make room for `wanted_bytes`, by the policy's choice among parts that nobody reads. Nothing goes where all of it is not enough."""
+        if self._policy is None or wanted_bytes > self._capacity_bytes:
+            return False
+        now_s = time.monotonic()
+        lacking = self._reserved_bytes + wanted_bytes - self._capacity_bytes
+        victims = []
+        for key in self._policy.candidates(now_s, lambda key: self._index[key].readers > 0, incoming):
+            victims.append(key)
+            lacking -= self._index[key].segment.slot_bytes
+            if lacking <= 0:
+                break
+        if lacking > 0:
+            return False
+        for key in victims:
+            self._unpublish(self._index.pop(key), evicted=True)
+        self._counts["parts_evicted"] += len(victims)
+        self._wake.notify()
+        return True
+
+    def _tell_policy(self, entry: _Entry) -> None:
+        if self._policy is not None:
+            size = entry.segment.slot_bytes
+            info = RecordInfo(size, None, entry.depth_tokens, entry.value_s_per_byte * size)
+            self._policy.insert(entry.key, info, time.monotonic())
+
     def submit_read(
         self, parts: Sequence[PartRead], done: PartsDone, *, lane: Lane = Lane.DEMAND, deadline_s: float | None = None
     ) -> Transfer:
@@ -584,6 +672,17 @@ class SegmentStore(PartStore):
         if self._refused(parts, done):
             return batch
         at_once: list[PartDone] = []
+        for first in range(0, len(parts), _GROUP):
+            reads = self._find(parts[first : first + _GROUP], batch, at_once)
+            jobs = [self._read_job(read, lane, deadline_s) for read in reads]
+            batch.jobs += jobs
+            if jobs:
+                self._io.submit(jobs, self._on_read)
+        self._say_soon(batch, at_once)
+        return batch
+
+    def _find(self, parts: Sequence[PartRead], batch: _Batch, at_once: list[PartDone]) -> list[_Read]:
+        """Where the parts lie, each held against reuse of its slot; what needs no read is added to `at_once`."""
         reads: list[_Read] = []
         with self._lock:
             index = self._index
@@ -606,13 +705,10 @@ class SegmentStore(PartStore):
                     self._used += 1
                     entry.used = self._used
                     self._touched[entry.id] = entry
+                    if self._policy is not None:
+                        self._policy.access(entry.key, time.monotonic())
                 reads.append(_Read(part, batch, entry))
-        jobs = [self._read_job(read, lane, deadline_s) for read in reads]
-        batch.jobs = jobs
-        if jobs:
-            self._io.submit(jobs, self._on_read)
-        self._say_soon(batch, at_once)
-        return batch
+        return reads
 
     def _read_job(self, read: _Read, lane: Lane, deadline_s: float | None) -> Job:
         buffer = read.part.buffer
@@ -637,9 +733,11 @@ class SegmentStore(PartStore):
                     self._drop(write, PartFailure.CANCELLED, "deleted while it was being written")
             self._wake.notify()
 
-    def _unpublish(self, entry: _Entry) -> None:
+    def _unpublish(self, entry: _Entry, *, evicted: bool = False) -> None:
         """Under the lock: an entry that left the index stops counting, and its row and slot will go."""
         entry.removed = True
+        if self._policy is not None:
+            self._policy.remove(entry.key, time.monotonic(), evicted=evicted)
         self._touched.pop(entry.id, None)
         self._reserved_bytes -= entry.segment.slot_bytes
         self._stored_bytes -= entry.stored_bytes
@@ -874,10 +972,12 @@ class SegmentStore(PartStore):
             self._io.submit(jobs, self._on_write)
 
     def _writes_ended(self, jobs: list[Job]) -> None:
+        moved = sum(job.moved_bytes for job in jobs)
         with self._lock:
+            self._counts["written_bytes"] += moved
+            self._budget.wrote(moved, self._wall_clock())
             for job in jobs:
                 write: _Write = job.tag
-                self._counts["written_bytes"] += job.moved_bytes
                 if job.error and write.failure is None:
                     write.failure, write.detail = self._write_failure(job, write)
                 self._written.append(write)
@@ -924,6 +1024,7 @@ class SegmentStore(PartStore):
                 time.sleep(0.05)
         with contextlib.suppress(Exception):
             self._write_down_uses()
+            self._write_down_budget()
 
     def _has_work(self) -> bool:
         """Under the lock: whether the keeper has something to do."""
@@ -952,6 +1053,7 @@ class SegmentStore(PartStore):
             self._commit(written, removed)
         if touch:
             self._write_down_uses()
+            self._write_down_budget()
             self._segments.keep_floor()
         self._serve_waiting()
         while self._orders:
@@ -1050,6 +1152,7 @@ class SegmentStore(PartStore):
             return
         self._writing.pop(write.part.key, None)
         self._index[write.part.key] = entry
+        self._tell_policy(entry)
         self._stored_bytes += entry.stored_bytes
 
     def _abandon(self, write: _Write) -> None:
@@ -1146,6 +1249,11 @@ class SegmentStore(PartStore):
         if text not in self.notes[-_NOTES_MAX:]:
             self.notes.append(text)
             del self.notes[:-_NOTES_MAX]
+
+    def _write_down_budget(self) -> None:
+        with self._lock:
+            state = self._budget.state()
+        self._catalog.save_state(state)
 
     def _write_down_uses(self) -> None:
         with self._lock:

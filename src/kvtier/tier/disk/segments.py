@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
+import numpy as np
+
 from kvtier.tier.disk.io import PAGE_BYTES, IOEngine
 
 SEGMENT_NAME = re.compile(r"seg_([0-9a-f]{8})_([0-9]+)\.kv")
@@ -171,15 +173,15 @@ class Segments:
             del self.by_number[number]
         self.adopt(number, slot_bytes, path)
 
-    def settle(self, taken: dict[int, set[int]]) -> None:
-        """Sort every slot into its state, given those `taken`, by segment number. Files without one are removed."""
+    def settle(self, taken: dict[int, bytearray]) -> None:
+        """Sort every slot into its state, given a byte for each, not 0 where it is taken, by segment number. Files without a taken one are removed."""
         for segment in list(self.by_number.values()):
-            mine = taken.get(segment.number, set())
-            segment.taken = len(mine)
-            if not mine:
+            marks = np.frombuffer(taken[segment.number], np.uint8)
+            segment.taken = int(np.count_nonzero(marks))
+            if not segment.taken:
                 self._remove(segment)
                 continue
-            free = [slot for slot in range(segment.slots) if slot not in mine]
+            free: list[int] = np.flatnonzero(marks == 0).tolist()
             whole = os.fstat(segment.fd).st_blocks * 512 >= segment.slots * segment.slot_bytes
             if free and not (whole and self.disk_bytes + segment.slots * segment.slot_bytes <= self.capacity_bytes):
                 # Some are holes and nothing says which: make all of them holes.

@@ -181,8 +181,10 @@ class ThreadIO(IOEngine):
             if job.error and not step.always:
                 continue
             fd = step.fd if step.fd >= 0 else opened
-            if step.op is Op.CLOSE and fd < 0:
-                continue
+            if step.op is Op.CLOSE:
+                if fd < 0:
+                    continue
+                opened = -1 if step.fd < 0 else opened
             try:
                 if step.op is Op.OPEN:
                     opened = os.open(step.path, step.flags | os.O_CLOEXEC, 0o644)
