@@ -25,8 +25,8 @@ from rich.table import Table
 from kvtier.testing.vllm.driver import Answer
 from kvtier.testing.vllm.process import EngineProcess, EngineProcessError
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from model import NAME, ModelError, smollm2
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from examples.model import NAME, ModelError, smollm2
 
 WORK = Path(__file__).resolve().parents[1] / "work"
 # Prefill runs in chunks of this many tokens, and a hit ends where a chunk did: so cold and restored compute the same sums in the
