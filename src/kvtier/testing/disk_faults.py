@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtier.tier.disk.base import Lane
 from kvtier.tier.disk.io import Finished, IOEngine, Job, Op
 
 
@@ -122,6 +123,9 @@ class FaultyIO(IOEngine):
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         self.inner.cancel(jobs)
+
+    def promote(self, jobs: Sequence[Job], lane: Lane, deadline_s: float | None) -> None:
+        self.inner.promote(jobs, lane, deadline_s)
 
     def in_flight(self) -> int:
         return self.inner.in_flight() + self.stalled

@@ -125,6 +125,17 @@ def test_errors_stay_with_their_own_job(io: IOEngine, fd: int, tmp_path: Path) -
     os.close(read_only)
 
 
+def open_below(directory: Path) -> list[str]:
+    """Files in `directory` that this process has open."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    return [name for name in names if name.startswith(str(directory))]
+
+
 def file_life(directory: bytes, name: bytes, data: memoryview) -> Job:
     temporary = directory + b"/tmp." + name
     return Job(
@@ -145,7 +156,6 @@ def file_life(directory: bytes, name: bytes, data: memoryview) -> Job:
 
 def test_the_whole_life_of_files_is_one_job_each(io: IOEngine, tmp_path: Path) -> None:
     directory = os.fsencode(tmp_path / "files")
-    before = len(os.listdir("/proc/self/fd"))
     data = {b"%d" % index: pattern(index, 2 * PAGE_BYTES) for index in range(40)}
     for _ in range(2):
         assert {
@@ -178,12 +188,11 @@ def test_the_whole_life_of_files_is_one_job_each(io: IOEngine, tmp_path: Path) -
     }
     assert run_jobs(io, [Job((Step(Op.RENAME, path=directory + b"/1", path_to=directory + b"/one"),))])[0].error == 0
     assert os.path.exists(directory + b"/one")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 def test_after_a_failure_only_what_is_marked_runs(io: IOEngine, tmp_path: Path) -> None:
     directory = os.fsencode(tmp_path / "files")
-    before = len(os.listdir("/proc/self/fd"))
     job = file_life(directory, b"x", pattern(1, PAGE_BYTES))
     job.steps = tuple(
         Step(Op.READ, buffer=step.buffer, address=step.address) if step.op is Op.WRITE else step for step in job.steps
@@ -191,7 +200,7 @@ def test_after_a_failure_only_what_is_marked_runs(io: IOEngine, tmp_path: Path) 
     run_jobs(io, [job])
     assert (job.error, job.failed_step) == (errno.EBADF, 3)
     assert os.listdir(directory) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 def test_more_jobs_than_any_table_holds(io: IOEngine, tmp_path: Path) -> None:
@@ -314,6 +323,24 @@ def test_lanes_are_served_in_their_order(stuck: Callable[..., Stuck], fd: int) -
         "maintenance",
     ]
     assert [job.tag for job in ended] == order
+
+
+def test_a_queued_preload_can_be_promoted(stuck: Callable[..., Stuck], fd: int) -> None:
+    disk = stuck(iodepth=1)
+    ended: list[Job] = []
+    deadline_s = time.monotonic() + 1000
+    jobs = [move(Op.READ, fd, 0, aligned_buffer(PAGE_BYTES), Lane.PRELOAD, deadline_s, index) for index in range(4)]
+    jobs += [move(Op.READ, fd, 0, aligned_buffer(PAGE_BYTES), Lane.DEMAND, None, index) for index in (4, 5)]
+    disk.io.submit(jobs, ended.extend)
+    disk.io.promote([jobs[2], jobs[3]], Lane.DEMAND, 4.0)
+    disk.io.promote([jobs[5]], Lane.DEMAND, 5.0)
+    disk.io.cancel([jobs[3]])
+    disk.io.promote([jobs[3], disk.job], Lane.DEMAND, None)
+    wait_until(lambda: len(ended) == 1)
+    assert (ended[0].tag, ended[0].error) == (3, errno.ECANCELED)
+    disk.release()
+    wait_until(lambda: len(ended) == len(jobs))
+    assert [job.tag for job in ended[1:]] == [2, 5, 4, 0, 1]
 
 
 def test_a_callback_that_raises_harms_no_other(io: IOEngine) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -528,3 +530,51 @@ def test_the_command_reports_and_returns_codes(tmp_path: Path, capsys: pytest.Ca
         gc.run(parser.parse_args([str(tmp_path / "nowhere")]))
     with pytest.raises(ConfigError, match="--bytes-max is 'lots'"):
         gc.run(parser.parse_args([str(tmp_path), "--bytes-max", "lots"]))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.tier.disk.test_shared_store import key_of, open_shared, sealed
+from kvtier.testing.part_store import Waiter
+from kvtier.tier.disk.base import PartWrite
+store = open_shared(Path(sys.argv[1]))
+print("ready", flush=True)
+first = int(sys.argv[2])
+while True:
+    keys = [key_of(n) for n in range(first, first + 40)]
+    waiter = Waiter(40)
+    store.submit_write([PartWrite(key, sealed(key, 1)) for key in keys], waiter)
+    waiter.wait()
+    print(first, flush=True)
+    first += 40
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_moment_leaves_no_file_that_is_not_whole(tmp_path: Path) -> None:
+    acknowledged = 0
+    for turn in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(10_000 * turn)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.02 + 0.03 * turn)
+        process.kill()
+        acknowledged += 40 * process.stdout.read().count(b"\n")
+        process.wait()
+    store = open_shared(tmp_path)
+    entries = list(store.entries())
+    assert len(entries) >= acknowledged > 0
+    for entry in entries:
+        failure, found = read_part(store, entry.key, entry.stored_bytes)
+        assert failure is None
+        open_slot(found, identity(entry.key), None)
+    orphans = [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
+    report = sweep(tmp_path, JanitorRules(), now_s=time.time() + 7200)
+    assert report.orphans_removed == len(orphans)
+    assert len(list(store.entries())) == len(entries)
+    store.close(WAIT_S)

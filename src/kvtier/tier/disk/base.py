@@ -103,6 +103,10 @@ class Transfer(ABC):
     def cancel(self) -> None:
         """Give up what has not started; each such part ends as CANCELLED. What is in flight goes on."""
 
+    def promote(self, lane: Lane, deadline_s: float | None = None) -> None:
+        """Move what has not started to another lane and deadline: a preload that a request now waits for. A store may know no lanes."""
+        return
+
 
 class PartStore(ABC):
     """The parts of one rank, in one namespace, on one medium. Thread-safe."""

@@ -78,12 +78,17 @@ class Catalog:
 
     def __init__(self, directory: Path, durability: str, *, read_only: bool = False) -> None:
         self.path = directory / CATALOG_NAME
-        self._database = _connect(self.path, read_only=read_only)
+        try:
+            self._database = _connect(self.path, read_only=read_only)
+        except sqlite3.OperationalError as exception:
+            raise StoreUnavailableError(
+                f"catalog {self.path} cannot be opened: {exception}; check its mode and its directory's"
+            ) from exception
         try:
             self._open(durability, read_only=read_only)
         except sqlite3.DatabaseError as exception:
             self._database.close()
-            if isinstance(exception, sqlite3.OperationalError) and "unable to open" in str(exception):
+            if isinstance(exception, sqlite3.OperationalError) and "malformed" not in str(exception):
                 raise StoreUnavailableError(f"catalog {self.path} cannot be opened: {exception}") from exception
             raise CatalogCorruptError(f"{self.path}: {exception}") from exception
         except BaseException:

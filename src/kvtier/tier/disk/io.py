@@ -127,6 +127,10 @@ class IOEngine(ABC):
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Give up those of `jobs` that have not started; they end with ECANCELED. Others go on."""
 
+    def promote(self, jobs: Sequence[Job], lane: Lane, deadline_s: float | None) -> None:
+        """Move those of `jobs` that have not started to another lane and deadline."""
+        return
+
     def register_memory(self, view: memoryview) -> str:
         """Tell the engine of memory that most buffers lie in. Empty where that made I/O cheaper, else why it did not."""
         return f"the {self.name} engine has no use for it"

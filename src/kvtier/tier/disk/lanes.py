@@ -14,6 +14,7 @@ Inside a lane the earliest deadline goes first, and equal deadlines go in the or
 
 import heapq
 from collections import deque
+from collections.abc import Callable, Collection
 
 from kvtier.tier.disk.base import Lane
 from kvtier.tier.disk.io import Job
@@ -49,12 +50,16 @@ class _Line:
     def due(self, now_s: float) -> bool:
         return bool(self.timed) and self.timed[0][0] <= now_s
 
-    def take_cancelled(self) -> list[Job]:
-        out = [job for _, _, job in self.timed if job.cancelled] + [job for job in self.untimed if job.cancelled]
+    def take(self, wanted: Callable[[Job], bool]) -> list[Job]:
+        """Remove and return the jobs that are wanted."""
+        out = [job for _, _, job in sorted(self.timed, key=lambda item: item[:2]) if wanted(job)] + [
+            job for job in self.untimed if wanted(job)
+        ]
         if out:
-            self.timed = [item for item in self.timed if not item[2].cancelled]
+            gone = set(map(id, out))
+            self.timed = [item for item in self.timed if id(item[2]) not in gone]
             heapq.heapify(self.timed)
-            self.untimed = deque(job for job in self.untimed if not job.cancelled)
+            self.untimed = deque(job for job in self.untimed if id(job) not in gone)
         return out
 
 
@@ -85,6 +90,16 @@ class LaneQueue:
     def ended(self, job: Job) -> None:
         self.in_flight[LANE_INDEX[id(job.lane)]] -= 1
 
+    def promote(self, jobs: Collection[Job], lane: Lane, deadline_s: float | None) -> None:
+        """Those of `jobs` that wait go to another lane, with another deadline."""
+        wanted = set(map(id, jobs))
+        for line in self._lines:
+            moved = line.take(lambda job: id(job) in wanted)
+            for job in moved:
+                job.lane, job.deadline_s = lane, deadline_s
+                self.push(job)
+                wanted.discard(id(job))
+
     def cancel_all(self) -> None:
         """Mark everything that waits as cancelled."""
         for line in self._lines:
@@ -93,7 +108,7 @@ class LaneQueue:
 
     def take_cancelled(self) -> list[Job]:
         """Remove and return the jobs that wait and were marked cancelled."""
-        return [job for line in self._lines for job in line.take_cancelled()]
+        return [job for line in self._lines for job in line.take(lambda job: job.cancelled)]
 
     def pop(self, now_s: float) -> Job | None:
         """The job to start now, counted as in flight; None where none may start."""

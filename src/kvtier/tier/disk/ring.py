@@ -36,6 +36,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kvtier.errors import ConfigError
+from kvtier.tier.disk.base import Lane
 from kvtier.tier.disk.io import END_OF_FILE, RETRIES_MAX, Finished, IOEngine, Job, Op, Step
 from kvtier.tier.disk.lanes import CREDIT_MAX, LANE_INDEX
 from kvtier.tier.disk.threads import ThreadIO, hand_over
@@ -132,6 +133,8 @@ BACK_OFF_NS = 500_000
 CREDIT_UNIT = 1_000_000
 CREDIT_LIMIT = int(CREDIT_MAX * CREDIT_UNIT)
 WAKE = SLOTS
+# What a caller asks of a job that waits: to give it up, or to move it to the lane that is added.
+FLAG_CANCELLED, FLAG_PROMOTED = 1, 2
 E_INTR, E_AGAIN, E_BUSY, E_INVAL, E_NOSPC, E_CANCELED = (
     errno.EINTR,
     errno.EAGAIN,
@@ -467,9 +470,9 @@ def _judge(jobs: Any, steps: Any, stats: Any, job: int, result: int) -> int:
 
 @_INNER
 def _sweep(
-    jobs: Any, cancelled: Any, heads: Any, tails: Any, counts: Any, own: Any, everything: bool, swept: Any
+    jobs: Any, cancelled: Any, deadlines: Any, heads: Any, tails: Any, counts: Any, everything: bool, swept: Any
 ) -> int:
-    """Take cancelled jobs out of the waiting lists, into `swept`. Returns how many."""
+    """Take cancelled jobs out of the waiting lists, into `swept`, and move promoted ones to other lists. Returns how many were cancelled."""
     count = 0
     for which in range(LISTS):
         job = heads[which]
@@ -478,9 +481,15 @@ def _sweep(
         counts[which] = 0
         while job >= 0:
             following = jobs[job, J_NEXT]
-            if everything or cancelled[job] != 0:
+            flag = cancelled[job]
+            if everything or flag == FLAG_CANCELLED:
                 swept[count] = job
                 count += 1
+            elif flag >= FLAG_PROMOTED:
+                cancelled[job] = 0
+                jobs[job, J_LANE] = flag - FLAG_PROMOTED
+                jobs[job, J_DEADLINE] = deadlines[job]
+                _append(jobs, heads, tails, counts, _list_of(jobs, job), job)
             else:
                 _append(jobs, heads, tails, counts, which, job)
             job = following
@@ -500,6 +509,7 @@ def _run(  # noqa: C901 - one loop, in the order of its comments
     steps: Any,
     stats: Any,
     cancelled: Any,
+    deadlines: Any,
     lists: Any,
     flying: Any,
     swept: Any,
@@ -540,7 +550,7 @@ def _run(  # noqa: C901 - one loop, in the order of its comments
         asked = _load64(control + 8 * C_CANCELS)
         if asked != cancels or stop != 0:
             cancels = asked
-            for index in range(_sweep(jobs, cancelled, heads, tails, counts, own, stop != 0, swept)):
+            for index in range(_sweep(jobs, cancelled, deadlines, heads, tails, counts, stop != 0, swept)):
                 job = swept[index]
                 if jobs[job, J_STAGE] == STAGE_OPENED:
                     own[V_AHEAD] -= 1
@@ -642,7 +652,7 @@ def _run(  # noqa: C901 - one loop, in the order of its comments
                 own[V_DELAYED_COUNT] += 1
             elif verdict == 0 and jobs[job, J_STAGE] == STAGE_TO_OPEN:
                 jobs[job, J_STAGE] = STAGE_OPENED
-                if cancelled[job] != 0:
+                if cancelled[job] == FLAG_CANCELLED:
                     _fail(jobs, job, E_CANCELED)
                 _append(jobs, heads, tails, counts, _list_of(jobs, job), job)
             elif not _issue(jobs, steps, sqes, own, job):
@@ -791,6 +801,7 @@ class RingIO(IOEngine):
         self._jobs = np.zeros((SLOTS, JOB_COLUMNS), np.int64)
         self._steps = np.zeros((SLOTS * STEPS_MAX, STEP_COLUMNS), np.int64)
         self._cancelled = np.zeros(SLOTS, np.uint8)
+        self._deadlines = np.zeros(SLOTS, np.int64)
         self._jobs_bytes = self._jobs.data.cast("B")
         self._steps_bytes = self._steps.data.cast("B")
         self._submitted_words = self._submitted.data
@@ -851,7 +862,7 @@ class RingIO(IOEngine):
             lists[:2] = -1
             arguments = (
                 ring.addresses, self._own, self._control.ctypes.data, words, words.ctypes.data, self._submitted, self._ended, self._jobs,
-                self._steps, stats, self._cancelled, lists, np.zeros(LANES_COUNT, np.int64), np.zeros(SLOTS, np.int64),
+                self._steps, stats, self._cancelled, self._deadlines, lists, np.zeros(LANES_COUNT, np.int64), np.zeros(SLOTS, np.int64),
                 np.zeros((SLOTS, 2), np.int64), ring.sqes, ring.cqes,
             )  # fmt: skip
             # Compiled, or taken from the cache, before anybody waits for it.
@@ -993,13 +1004,31 @@ class RingIO(IOEngine):
                 job.cancelled = True
                 slot = self._slot_of.get(id(job))
                 if slot is not None:
-                    self._cancelled[slot] = 1
+                    self._cancelled[slot] = FLAG_CANCELLED
             self._control_words[C_CANCELS] += 1
             if not self._stopping:
                 os.eventfd_write(self._wake_fd, 1)
             helper = self._helper
         if helper is not None:
             helper.cancel(jobs)
+
+    def promote(self, jobs: Sequence[Job], lane: Lane, deadline_s: float | None) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            for job in jobs:
+                slot = self._slot_of.get(id(job))
+                if slot is None:
+                    job.lane, job.deadline_s = lane, deadline_s
+                elif not job.cancelled:
+                    self._deadlines[slot] = NO_DEADLINE if deadline_s is None else int(deadline_s * 1e9)
+                    self._cancelled[slot] = FLAG_PROMOTED + LANE_INDEX[id(lane)]
+            self._control_words[C_CANCELS] += 1
+            if not self._stopping:
+                os.eventfd_write(self._wake_fd, 1)
+            helper = self._helper
+        if helper is not None:
+            helper.promote(jobs, lane, deadline_s)
 
     def in_flight(self) -> int:
         return int(self._control_words[C_IN_FLIGHT]) + (self._helper.in_flight() if self._helper else 0)

@@ -21,7 +21,8 @@ Invariants:
 What `durability` promises of a part whose `PartDone` was a success:
 
 - `none`: it survives the death of the process. After a power cut the catalog may be damaged; then it is rebuilt.
-- `flush`: data reaches the medium before the row is written. After a power cut the last batches may be missing; what is there is whole.
+- `flush`: data reaches the medium before the row is written. After a power cut the last batches may be missing, and what was removed last may be listed again,
+  to be found out by its hash at the read; what is served is whole.
 - `sync`: data, then the row, are on the medium. It survives a power cut.
 
 A forked child shares nothing: every call on its parent's store fails as CLOSED there.
@@ -63,7 +64,7 @@ from kvtier.tier.disk.endurance import EnduranceMeter, WriteBudget
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
 from kvtier.tier.disk.rebuild import scan_segments, signed_hash
-from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for
+from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for, sync_directory
 
 FORMAT = "kvtier-segments"
 FORMAT_VERSION = 1
@@ -126,6 +127,10 @@ class _Batch(Transfer):
 
     def cancel(self) -> None:
         self._store._cancel(self)
+
+    def promote(self, lane: Lane, deadline_s: float | None = None) -> None:
+        if os.getpid() == self._store._pid:
+            self._store._io.promote(list(self.jobs), lane, deadline_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -260,6 +265,10 @@ class SegmentStore(PartStore):
         self._index: dict[Key, _Entry] = {}
         self._writing: dict[Key, _Write] = {}
         self._waiting: deque[_Write] = deque()
+        self._unsynced: list[_Write] = []
+        self._syncing: list[_Write] = []
+        self._syncs_left = 0
+        self._sync_errors: dict[int, int] = {}
         self._written: list[_Write] = []
         self._removed: list[_Entry] = []
         self._touched: dict[int, _Entry] = {}
@@ -270,10 +279,12 @@ class SegmentStore(PartStore):
         self._busy = False
         self._closing = False
         self._closed = False
+        self._closed_well = False
         self._stop = False
         self._reset_to: int | None = None
         self._reset_error = ""
         self._orders: deque[Callable[[], None]] = deque()
+        self._to_grow: set[int] = set()
         self._stuck = False
         self._refreshed_s = 0.0
         self._next_id = 1
@@ -298,11 +309,16 @@ class SegmentStore(PartStore):
         except BaseException:
             self._let_go()
             raise
-        self._io = io or make_io(iodepth=iodepth)
+        try:
+            self._io = io or make_io(iodepth=iodepth)
+        except BaseException:
+            self._let_go()
+            raise
         self._segments.attach(self._io)
         self.arena_registered_reason = self._io.register_memory(arena) if arena is not None else "no arena was given"
         self._on_read = self._reads_ended
         self._on_write = self._writes_ended
+        self._on_sync = self._syncs_ended
         self._keeper: threading.Thread | None = None
         if not read_only:
             self._keeper = threading.Thread(target=self._keep, name="kvtier-disk-keeper", daemon=True)
@@ -632,6 +648,9 @@ class SegmentStore(PartStore):
         self._writes_open += 1
         batch.writes.append(write)
         place = None if self._waiting else self._segments.take(slot_bytes)
+        if self._segments.wants_more(slot_bytes):
+            self._to_grow.add(slot_bytes)
+            self._wake.notify()
         if place is None:
             self._waiting.append(write)
         else:
@@ -851,7 +870,7 @@ class SegmentStore(PartStore):
             return True
         with self._lock:
             if self._closed:
-                return True
+                return self._closed_well
             self._closing = True
         until = time.monotonic() + deadline_s
         flushed = self.flush(deadline_s)
@@ -872,6 +891,7 @@ class SegmentStore(PartStore):
             quiet = quiet and not self._keeper.is_alive()
         with self._lock:
             self._closed = True
+            self._closed_well = flushed and quiet
         if quiet:
             self._let_go()
         # Else operations still own slots of these files: the lock stays with this process until it ends.
@@ -980,8 +1000,46 @@ class SegmentStore(PartStore):
                 write: _Write = job.tag
                 if job.error and write.failure is None:
                     write.failure, write.detail = self._write_failure(job, write)
-                self._written.append(write)
+                if write.failure is None and self._durability != "none":
+                    self._unsynced.append(write)
+                else:
+                    self._written.append(write)
+            if self._written:
+                self._wake.notify()
+            syncs = self._next_syncs()
+        if syncs:
+            self._io.submit(syncs, self._on_sync)
+
+    def _next_syncs(self) -> list[Job]:
+        """Under the lock: jobs that bring all that was written so far to the medium, one for each segment; one such group at a time."""
+        if self._syncing or not self._unsynced:
+            return []
+        self._syncing, self._unsynced = self._unsynced, []
+        segments = {write.segment.number: write.segment for write in self._syncing if write.segment is not None}
+        self._syncs_left = len(segments)
+        return [
+            Job((Step(Op.SYNC_DATA, segment.fd),), Lane.WRITE, None, number) for number, segment in segments.items()
+        ]
+
+    def _syncs_ended(self, jobs: list[Job]) -> None:
+        with self._lock:
+            self._sync_errors.update({job.tag: job.error for job in jobs if job.error})
+            self._syncs_left -= len(jobs)
+            if self._syncs_left:
+                return
+            for write in self._syncing:
+                assert write.segment is not None
+                error = self._sync_errors.get(write.segment.number)
+                if error and write.failure is None:
+                    write.failure = PartFailure.CLOSED if error == errno.ECANCELED else PartFailure.IO
+                    write.detail = f"{write.segment.path} could not be synced: {error_text(error)}"
+            self._sync_errors.clear()
+            self._written += self._syncing
+            self._syncing = []
             self._wake.notify()
+            syncs = self._next_syncs()
+        if syncs:
+            self._io.submit(syncs, self._on_sync)
 
     def _write_failure(self, job: Job, write: _Write) -> tuple[PartFailure, str]:
         if job.error == errno.ECANCELED:
@@ -1029,7 +1087,12 @@ class SegmentStore(PartStore):
     def _has_work(self) -> bool:
         """Under the lock: whether the keeper has something to do."""
         return bool(
-            self._written or self._removed or self._reset_to is not None or self._orders or self._has_startable()
+            self._written
+            or self._removed
+            or self._reset_to is not None
+            or self._orders
+            or self._to_grow
+            or self._has_startable()
         )
 
     def _has_startable(self) -> bool:
@@ -1056,6 +1119,7 @@ class SegmentStore(PartStore):
             self._write_down_budget()
             self._segments.keep_floor()
         self._serve_waiting()
+        self._grow_ahead()
         while self._orders:
             self._orders.popleft()()
 
@@ -1077,13 +1141,8 @@ class SegmentStore(PartStore):
         return not error
 
     def _commit(self, written: list[_Write], removed: list[_Entry]) -> None:
-        good = [write for write in written if write.failure is None]
-        if good and self._durability != "none":
-            self._sync_data(good)
-            good = [write for write in good if write.failure is None]
         with self._lock:
-            # A write may have been dropped while its data was synced.
-            good = [write for write in good if not write.dropped]
+            good = [write for write in written if write.failure is None and not write.dropped]
             rows = []
             for write in good:
                 assert write.segment is not None
@@ -1172,31 +1231,6 @@ class SegmentStore(PartStore):
         if entry.readers == 0:
             self._free(entry)
 
-    def _sync_data(self, writes: list[_Write]) -> None:
-        """Have the segments of `writes` on the medium; those of a segment that could not be are failed."""
-        segments = {write.segment.number: write.segment for write in writes if write.segment is not None}
-        ended = threading.Event()
-        jobs = [
-            Job((Step(Op.SYNC_DATA, segment.fd),), Lane.WRITE, None, segment.number) for segment in segments.values()
-        ]
-        left = len(jobs)
-
-        def finished(some: list[Job]) -> None:
-            nonlocal left
-            left -= len(some)
-            if left == 0:
-                ended.set()
-
-        self._io.submit(jobs, finished)
-        ended.wait()
-        failed = {job.tag: job.error for job in jobs if job.error}
-        for write in writes:
-            assert write.segment is not None
-            error = failed.get(write.segment.number)
-            if error:
-                write.failure = PartFailure.CLOSED if error == errno.ECANCELED else PartFailure.IO
-                write.detail = f"{write.segment.path} could not be synced: {error_text(error)}"
-
     def _serve_waiting(self) -> None:
         """Give waiting writes their slots, making room where that helps, and fail those for whom there is none."""
         start: list[_Write] = []
@@ -1237,6 +1271,16 @@ class SegmentStore(PartStore):
             return self._segments.grow(slot_bytes, wanted_slots)
         except OSError as exception:
             return f"no new room could be made: {exception}"
+
+    def _grow_ahead(self) -> None:
+        """Make slots ready before somebody has to wait for them."""
+        with self._lock:
+            sizes, self._to_grow = self._to_grow, set()
+        for slot_bytes in sizes:
+            with self._lock:
+                wanted = self._segments.wants_more(slot_bytes)
+            if wanted:
+                self._grow(slot_bytes, 0)
 
     def _end_waiting(self, write: _Write, outcome: list[tuple[_Batch, PartDone]]) -> None:
         """Under the lock: a waiting write that was dropped leaves the line."""
@@ -1352,6 +1396,9 @@ def _read_format(directory: Path, namespace: bytes, rank: int, *, create: bool) 
             "generation": 0,
         }
         _write_format(directory, format_)
+        # The directories were made just now, too.
+        sync_directory(directory.parent)
+        sync_directory(directory.parent.parent)
         return format_
     try:
         found = json.loads(path.read_text())
@@ -1384,11 +1431,7 @@ def _write_format(directory: Path, format_: dict[str, Any]) -> None:
     finally:
         os.close(fd)
     new.replace(path)
-    folder = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(directory)
 
 
 def _probe_direct(directory: Path, *, read_only: bool) -> tuple[bool, str]:

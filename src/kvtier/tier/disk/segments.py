@@ -86,6 +86,15 @@ def find_segments(directory: Path) -> list[tuple[int, int, Path]]:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def sync_directory(directory: Path) -> None:
+    """Have the names in `directory` on the medium."""
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def punch_hole(fd: int, offset: int, length: int) -> None:
     """Give the disk blocks of a range back; it reads as zeros. Raises OSError where the filesystem cannot."""
     result = _libc.fallocate(
@@ -102,7 +111,7 @@ class Segments:
     Args:
         directory: where the files are.
         lock: the store's; see the module's text.
-        capacity_bytes: disk that slots may take.
+        capacity_bytes: disk that slots may take, hard.
         free_bytes_min: room that the filesystem must keep for others.
         segment_bytes: longest file.
         grow_bytes: slots are made ready in runs of about this much.
@@ -130,6 +139,7 @@ class Segments:
         self.by_class: dict[int, list[Segment]] = {}
         self.disk_bytes = 0
         self.can_punch = True
+        self.floor_met = False
         self._lock = lock
         self._flags = (os.O_RDONLY if read_only else os.O_RDWR) | open_flags | os.O_CLOEXEC
         self._read_only = read_only
@@ -213,18 +223,27 @@ class Segments:
         """Room for that size that needs no file operation."""
         return sum(len(segment.ready) for segment in self.by_class.get(slot_bytes, ())) * slot_bytes
 
+    def wants_more(self, slot_bytes: int) -> bool:
+        """Whether few slots of that size are ready and there is disk for another run that nobody has."""
+        run_bytes = max(slot_bytes, self.grow_bytes)
+        return (
+            self.ready_bytes(slot_bytes) < run_bytes // 4
+            and self.disk_bytes + run_bytes <= self.capacity_bytes
+            and not self.floor_met
+        )
+
     # -- on the keeper's thread, without the lock
 
     def grow(self, slot_bytes: int, wanted_slots: int) -> str:
-        """Make up to a run of slots of that size ready, at least one. Empty if it did, else why not.
+        """Make up to a run of slots of that size ready, at least one. Empty if it did, else why not. With no slots wanted, only ahead of need.
 
         Takes disk that is not used yet, then disk of ready slots of other sizes.
         """
         run = max(wanted_slots, self.grow_bytes // slot_bytes, 1)
         with self._lock:
             room = (self.capacity_bytes - self.disk_bytes) // slot_bytes
-        if room < min(run, max(wanted_slots, 1)):
-            self._squeeze(min(run, max(wanted_slots, 1)) * slot_bytes, slot_bytes)
+        if wanted_slots and room < min(run, wanted_slots):
+            self._squeeze(min(run, wanted_slots) * slot_bytes, slot_bytes)
             with self._lock:
                 room = (self.capacity_bytes - self.disk_bytes) // slot_bytes
         if room < 1:
@@ -232,6 +251,7 @@ class Segments:
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize - self.free_bytes_min
         run = min(run, room, free // slot_bytes)
+        self.floor_met = run < 1
         if run < 1:
             return f"only {status.f_bavail * status.f_frsize} bytes are free on the filesystem, of which {self.free_bytes_min} are kept for others"
         return self._make_ready(slot_bytes, run)
@@ -274,6 +294,7 @@ class Segments:
         self._next_number += 1
         path = self.directory / segment_name(number, slot_bytes)
         fd = os.open(path, self._flags | os.O_CREAT | os.O_EXCL, 0o644)
+        sync_directory(self.directory)
         segment = Segment(number, slot_bytes, max(1, self.segment_bytes // slot_bytes), fd, path)
         if self._io is not None:
             self._io.register_file(fd)

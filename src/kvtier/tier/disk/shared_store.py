@@ -63,6 +63,8 @@ Trailer = Literal["on", "off"]
 
 
 class _Batch(Transfer):
+    """One call of submit_read or submit_write."""
+
     __slots__ = ("_store", "done", "generation", "jobs")
 
     def __init__(self, store: "SharedStore", done: PartsDone, generation: int) -> None:
@@ -76,6 +78,10 @@ class _Batch(Transfer):
             # A write that another batch joined is not ours alone to give up.
             mine = [job for job in list(self.jobs) if not isinstance(job.tag, _Write) or job.tag.owners == [self]]
             self._store._io.cancel(mine)
+
+    def promote(self, lane: Lane, deadline_s: float | None = None) -> None:
+        if os.getpid() == self._store._pid:
+            self._store._io.promote(list(self.jobs), lane, deadline_s)
 
 
 @dataclass(slots=True, eq=False)

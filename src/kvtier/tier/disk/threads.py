@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtier.tier.disk.base import Lane
 from kvtier.tier.disk.io import END_OF_FILE, RETRIED, RETRIES_MAX, Finished, IOEngine, Job, Op, Step
 from kvtier.tier.disk.lanes import LaneQueue
 
@@ -106,6 +107,13 @@ class ThreadIO(IOEngine):
             for job in jobs:
                 job.cancelled = True
             self._drop_cancelled()
+
+    def promote(self, jobs: Sequence[Job], lane: Lane, deadline_s: float | None) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._ready:
+            self._queue.promote(jobs, lane, deadline_s)
+            self._ready.notify(len(jobs))
 
     def _drop_cancelled(self) -> None:
         given_up = self._queue.take_cancelled()
