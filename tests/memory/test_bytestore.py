@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.errors import ConfigError
 from kvtier.memory.base import ByteStore, NoRoomError, PutResult, StillLeasedError
@@ -25,6 +26,13 @@ class TestMemory(ByteStoreSuite):
 
 TestMemoryMachine = bytestore_machine(MemoryByteStore).TestCase
 TestMemoryMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_the_machine_for_longer() -> None:
+    run_state_machine_as_test(
+        bytestore_machine(MemoryByteStore), settings=settings(max_examples=400, stateful_step_count=50, deadline=None)
+    )
 
 
 class Clock:
@@ -73,6 +81,7 @@ def test_every_registered_policy_serves(policy: str) -> None:
         if number % 7 == 0:
             store.delete(b"%d" % (number - 1))
         assert store.used_bytes <= 1000
+        assert len(store._policy) == len(store)
     with store.owner("reader") as owner:
         for number in range(500):
             owner.lease(b"%d" % number)

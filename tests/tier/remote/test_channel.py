@@ -19,7 +19,7 @@ from kvtier.record.errors import (
     RecordNamespaceError,
 )
 from kvtier.tier.remote.channel import RecordChannel, record_name
-from kvtier.tier.remote.connector import StatusCode
+from kvtier.tier.remote.connector import ConnectorFeature, StatusCode, UnsupportedFeatureError
 from kvtier.tier.remote.memory import MemoryConnector
 
 RAW = bytes(range(256)) * 16
@@ -78,6 +78,16 @@ def test_what_lies_under_a_name_must_be_that_record() -> None:
                 assert isinstance(status.error, error)
 
     asyncio.run(work())
+
+
+def test_a_connector_of_fixed_blocks_is_refused() -> None:
+    class Fixed(MemoryConnector):
+        @property
+        def feature(self) -> ConnectorFeature:
+            return ConnectorFeature()
+
+    with pytest.raises(UnsupportedFeatureError, match="variable_payload"):
+        RecordChannel(Fixed("fixed"), RecordCodec(b"namespace", make_codec("identity")))
 
 
 def test_refusals_pass_through() -> None:

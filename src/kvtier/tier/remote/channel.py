@@ -14,7 +14,7 @@ from kvtier.observe.recorder import OFF, Recorder, Span
 from kvtier.record.codecs import RecordCodec
 from kvtier.record.envelope import Buffer, Identity, RecordHead, RecordSizes, pack, sizes_of, unpack
 from kvtier.record.errors import RecordError
-from kvtier.tier.remote.connector import Connector, Status, StatusCode
+from kvtier.tier.remote.connector import Connector, Status, StatusCode, UnsupportedFeatureError
 
 _NAME = Struct(">BQII")
 
@@ -60,11 +60,17 @@ class RecordChannel:
         codec: the namespace and how its records are encoded.
         recorder: notes every stage as a span, if it is on: encode, store, retrieve, decode, each after the one before it.
         track: the spans' track; the thread's name where it is empty.
+
+    Raises UnsupportedFeatureError for a connector of fixed blocks.
     """
 
     def __init__(
         self, connector: Connector[bytes, Any], codec: RecordCodec, recorder: Recorder = OFF, track: str = ""
     ) -> None:
+        if not connector.feature.variable_payload:
+            raise UnsupportedFeatureError(
+                f"connector {connector.name!r} has no variable_payload, which records of any length need: use a back end that has it"
+            )
         self.connector = connector
         self.codec = codec
         self.recorder = recorder
