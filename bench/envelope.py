@@ -5,7 +5,7 @@
 `direct`: a file in DIR, O_DIRECT, as the disk tier writes: a bare write of the payload against seal_slot and a write of the slot; a bare read against a read
 and open_slot. `direct x16`: the same with 16 in flight on 4 threads, as a transfer list is moved: sums overlap with I/O, times are of all 16.
 `cached`: one at a time through the page cache. `memory`: put and get of a MEMORY store with a copy each way, bare against pack and unpack.
-What is added is shown as a share of the bare time, beside the checksum's own time. Linux.
+`summed` computes the checksum and nothing else. What the envelope adds is given as a share of the bare time and of the summed one. Linux.
 """
 
 import argparse
@@ -52,11 +52,21 @@ def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]],
         os.preadv(file, [target], number % SLOTS * SLOT_BYTES)
         open_slot(target, WHO, PAYLOAD_BYTES)
 
+    def summed_write(number: int) -> None:
+        xxh3(slot[:PAYLOAD_BYTES])
+        os.pwrite(file, slot[:PAYLOAD_BYTES], number % SLOTS * SLOT_BYTES)
+
+    def summed_read(number: int) -> None:
+        os.preadv(file, [target[:PAYLOAD_BYTES]], number % SLOTS * SLOT_BYTES)
+        xxh3(target[:PAYLOAD_BYTES])
+
     cases: dict[str, Callable[[int], Any]] = {
         # The same payload each time, so that the head which a bare write leaves behind still fits.
         "write bare": lambda number: os.pwrite(file, slot[:PAYLOAD_BYTES], number % SLOTS * SLOT_BYTES),
+        "write summed": summed_write,
         "write": sealed_write,
         "read bare": lambda number: os.preadv(file, [target[:PAYLOAD_BYTES]], number % SLOTS * SLOT_BYTES),
+        "read summed": summed_read,
         "read": opened_read,
     }
 
@@ -65,6 +75,22 @@ def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]],
         path.unlink()
 
     return cases, done
+
+
+def seal(slot: memoryview) -> Any:
+    return seal_slot(slot, WHO, PAYLOAD_BYTES)
+
+
+def verify(slot: memoryview) -> Any:
+    return open_slot(slot, WHO, PAYLOAD_BYTES)
+
+
+def checksum(slot: memoryview) -> Any:
+    return xxh3(slot[:PAYLOAD_BYTES])
+
+
+def nothing(slot: memoryview) -> Any:
+    return None
 
 
 def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
@@ -80,37 +106,34 @@ def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[
     def place(number: int, index: int) -> int:
         return (number * BATCH + index) % SLOTS * SLOT_BYTES
 
-    def write(number: int, sealed: bool) -> None:
-        length = SLOT_BYTES if sealed else PAYLOAD_BYTES
+    def write(number: int, before: Callable[[memoryview], Any], length: int) -> None:
         writes = []
         for index, slot in enumerate(slots):
-            if sealed:
-                seal_slot(slot, WHO, PAYLOAD_BYTES)
+            before(slot)
             writes.append(pool.submit(os.pwrite, file, slot[:length], place(number, index)))
         for done in writes:
             done.result()
 
-    def read(number: int, sealed: bool) -> None:
-        length = SLOT_BYTES if sealed else PAYLOAD_BYTES
+    def read(number: int, after: Callable[[memoryview], Any], length: int) -> None:
         reads = {
             pool.submit(os.preadv, file, [slot[:length]], place(number, index)): slot
             for index, slot in enumerate(slots)
         }
         for done in as_completed(reads):
             done.result()
-            if sealed:
-                open_slot(reads[done], WHO, PAYLOAD_BYTES)
+            after(reads[done])
 
-    write(0, True)
     for number in range(SLOTS // BATCH):
-        write(number, True)
+        write(number, seal, SLOT_BYTES)
     # Reads look at slots that bare writes never touched.
     half = SLOTS // BATCH // 2
     cases: dict[str, Callable[[int], Any]] = {
-        "write bare": lambda number: write(number % half, False),
-        "write": lambda number: write(number % half, True),
-        "read bare": lambda number: read(half + number % half, False),
-        "read": lambda number: read(half + number % half, True),
+        "write bare": lambda number: write(number % half, nothing, PAYLOAD_BYTES),
+        "write summed": lambda number: write(number % half, checksum, PAYLOAD_BYTES),
+        "write": lambda number: write(number % half, seal, SLOT_BYTES),
+        "read bare": lambda number: read(half + number % half, nothing, PAYLOAD_BYTES),
+        "read summed": lambda number: read(half + number % half, checksum, PAYLOAD_BYTES),
+        "read": lambda number: read(half + number % half, verify, SLOT_BYTES),
     }
 
     def done() -> None:
@@ -133,9 +156,11 @@ def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object
         store.put(b"%d" % next(key), pack(head_for(WHO, source), source))
 
     store.put(b"bare", bytes(source))
+    store.put(b"summed", bytes(source))
     store.put(b"packed", pack(head_for(WHO, source), source))
     owner = store.owner("bench")
     owner.lease(b"bare")
+    owner.lease(b"summed")
     owner.lease(b"packed")
 
     def bare_get(_: int) -> None:
@@ -148,7 +173,25 @@ def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object
         assert view is not None
         target[:] = unpack(view, WHO)[1]
 
-    return {"write bare": bare_put, "write": put, "read bare": bare_get, "read": get}, owner.close
+    def summed_put(_: int) -> None:
+        xxh3(source)
+        store.put(b"%d" % next(key), source)
+
+    def summed_get(_: int) -> None:
+        view = store.get(b"summed")
+        assert view is not None
+        xxh3(view)
+        target[:] = view
+
+    cases: dict[str, Callable[[int], Any]] = {
+        "write bare": bare_put,
+        "write summed": summed_put,
+        "write": put,
+        "read bare": bare_get,
+        "read summed": summed_get,
+        "read": get,
+    }
+    return cases, owner.close
 
 
 def measure(cases: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
@@ -156,15 +199,12 @@ def measure(cases: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, fl
     for number in range(rounds + 5):
         for name, work in cases.items():
             times[name].append(seconds(lambda work=work, number=number: work(number)))  # type: ignore[misc]
-    found = {name: statistics.median(values[5:]) for name, values in times.items()}
-    return {
-        "write_bare_us": found["write bare"] * 1e6,
-        "write_us": found["write"] * 1e6,
-        "write_added": found["write"] / found["write bare"] - 1,
-        "read_bare_us": found["read bare"] * 1e6,
-        "read_us": found["read"] * 1e6,
-        "read_added": found["read"] / found["read bare"] - 1,
-    }
+    found = {name: statistics.median(values[5:]) * 1e6 for name, values in times.items()}
+    result = {name.replace(" ", "_") + "_us": round(value, 1) for name, value in found.items()}
+    for way in ("write", "read"):
+        result[f"{way}_added"] = round(found[way] / found[f"{way} bare"] - 1, 4)
+        result[f"{way}_added_to_summed"] = round(found[way] / found[f"{way} summed"] - 1, 4)
+    return result
 
 
 def main() -> None:
@@ -188,7 +228,7 @@ def main() -> None:
         cases, done = make()
         result[name] = measure(cases, args.rounds // 4 if name == "direct x16" else args.rounds)
         done()
-        print(name, {key: round(value, 3) for key, value in result[name].items()})
+        print(name, result[name])
     print(f"checksum alone {result['checksum_us']:.1f} us")
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")

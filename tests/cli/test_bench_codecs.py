@@ -28,7 +28,7 @@ def test_it_measures_every_codec_beside_a_copy(
     assert main(["bench", "codecs", "--kv", str(kv), "--chunk-tokens", "16", "--rounds", "2", "--json", str(out)]) == 0
     figures = json.loads(out.read_text())
     assert figures["kv"] == {
-        "file": "kv.npy",
+        "source": "kv.npy",
         "shape": [2, 2, 64, 3, 16],
         "raw_bytes": 24576,
         "part_bytes": 6144,
@@ -82,3 +82,42 @@ def test_files_that_hold_no_kv_are_refused(tmp_path: Path, capsys: pytest.Captur
     for name in ("floats.npy", "flat.npy", "text.npy", "missing.npy"):
         assert main(["bench", "codecs", "--kv", str(tmp_path / name)]) == 2
         assert name in capsys.readouterr().err
+
+
+def test_a_model_needs_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "codecs", "--model", str(tmp_path)]) == 2
+    assert "--text" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "codecs"])
+
+
+def test_the_kv_of_a_model_is_kept_for_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tmp_path / "tiny"
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(model)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1, "b": 2, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(model)
+    text = tmp_path / "text"
+    text.write_text("a b " * 40)
+    command = ["bench", "codecs", "--chunk-tokens", "16", "--rounds", "1", "--threads", "1"]
+    assert (
+        main(
+            [*command, "--model", str(model), "--text", str(text), "--tokens", "64", "--save", str(tmp_path / "kv.npy")]
+        )
+        == 0
+    )
+    assert np.load(tmp_path / "kv.npy").shape == (2, 2, 64, 2, 8)
+    assert main([*command, "--kv", str(tmp_path / "kv.npy")]) == 0
+    capsys.readouterr()
+    assert main([*command, "--model", str(tmp_path / "none"), "--text", str(text)]) == 2
+    assert "none" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ from kvtier.record.codecs import (
 from kvtier.record.envelope import Identity, RecordHead, pack, unpack, xxh3
 from kvtier.record.errors import CodecError, RecordChecksumError, RecordLengthError, RecordNamespaceError
 
+changed = msgspec.structs.replace
 NO_DEADLINE = settings(deadline=None, max_examples=60)
 WHO = Identity(b"ns", b"key", 1)
 LOSSLESS = ("identity", "zstd", "bf16_split")
@@ -372,13 +374,13 @@ def test_payloads_of_a_faulty_writer_are_refused(name: str) -> None:
     wrong: list[tuple[RecordHead, bytes | memoryview]] = [
         (head, view[:-1]),
         (head, b""),
-        (replace(head, raw_bytes=len(raw) * 2), view),
-        (replace(head, raw_bytes=0), view),
+        (changed(head, raw_bytes=len(raw) * 2), view),
+        (changed(head, raw_bytes=0), view),
     ]
     if name in ("zstd", "bf16_split"):
         wrong += [(head, bytes(view[:2]) + b"\xff" * 40 + bytes(view[42:])), (head, bytes(len(view)))]
     if name in ("int8", "fp8"):
-        wrong.append((replace(head, codec_params={}), view))
+        wrong.append((changed(head, codec_params={}), view))
     for faulty, bytes_given in wrong:
         with pytest.raises((CodecError, RecordChecksumError)):
             decode_record(faulty, bytes_given)
@@ -397,9 +399,9 @@ def test_lengths_are_bounded_before_memory_is_taken() -> None:
     with pytest.raises(RecordLengthError, match="999 bytes were given"):
         decode_record(head, payload, memoryview(bytearray(999)))
     with pytest.raises(CodecError):
-        decode_record(replace(head, codec="identity"), payload, memoryview(bytearray(1000)))
+        decode_record(changed(head, codec="identity"), payload, memoryview(bytearray(1000)))
     with pytest.raises(CodecError, match="not known"):
-        decode_record(replace(head, codec="brotli"), payload)
+        decode_record(changed(head, codec="brotli"), payload)
 
 
 # -- ans -----------------------------------------------------------------------------------------------------------------
@@ -501,16 +503,16 @@ def test_fuzz_decoders_refuse_or_decode_and_nothing_else(data: st.DataObject) ->
             payload += data.draw(st.binary(min_size=1, max_size=40))
         case "params":
             names = [*head.codec_params, "exponent", "tokens"]
-            head = replace(
+            head = changed(
                 head, codec_params=dict(head.codec_params) | {data.draw(st.sampled_from(names)): data.draw(scalars)}
             )
         case "length":
-            head = replace(head, raw_bytes=data.draw(st.integers(0, 1 << 16)))
+            head = changed(head, raw_bytes=data.draw(st.integers(0, 1 << 16)))
         case "codec":
-            head = replace(head, codec=data.draw(st.sampled_from(sorted(SOUND))))
+            head = changed(head, codec=data.draw(st.sampled_from(sorted(SOUND))))
         case _:
             payload = bytearray(data.draw(st.binary(max_size=400)))
-    head = replace(head, payload_bytes=len(payload), payload_sum=xxh3(payload))
+    head = changed(head, payload_bytes=len(payload), payload_sum=xxh3(payload))
     record = pack(head, payload)
     try:
         found, view = unpack(record, WHO)
@@ -531,3 +533,22 @@ def test_the_fuzzer_finds_a_decoder_that_does_not_check(monkeypatch: pytest.Monk
     monkeypatch.setattr(codec_bf16.Bf16SplitCodec, "decode", careless)
     with pytest.raises(ValueError, match="buffer"):
         test_fuzz_decoders_refuse_or_decode_and_nothing_else()
+
+
+def test_parts_at_odd_addresses_are_split_the_same() -> None:
+    raw = kv(1, 16, 3, 64)
+    shifted = memoryview(b"?" + raw)[1:]
+    head, payload = encode_record(make_codec("bf16_split"), WHO, raw)
+    assert bytes(encode_record(make_codec("bf16_split"), WHO, shifted)[1]) == bytes(payload)
+    target = memoryview(bytearray(len(raw) + 1))[1:]
+    assert decode_record(head, payload, target) == raw
+
+
+def test_one_loop_is_compiled_whatever_memory_it_is_given() -> None:
+    raw = kv(1, 16, 3, 64)
+    codec = make_codec("bf16_split")
+    split = codec_bf16.loops()[0]
+    compiled = len(getattr(split, "signatures", []))
+    for source in (raw, bytearray(raw), memoryview(raw), memoryview(bytearray(raw))):
+        encode_record(codec, WHO, source)
+    assert len(getattr(split, "signatures", [])) == compiled

@@ -1,6 +1,6 @@
 """`kvtier bench codecs`: every codec on the KV cache of a real model, beside a memory copy in the same run.
 
-The KV comes from a file, see `bench/kv_of_text.py` in the repository. It is cut into parts of `--chunk-tokens` tokens, as they are stored. A round runs every codec over all
+The KV is what a model keeps of a text (`--model`, `--text`), or comes from a file that an earlier run saved (`--kv`). It is cut into parts of `--chunk-tokens` tokens, as they are stored. A round runs every codec over all
 parts once, one after another, so that a slow minute of the machine hits all alike; figures are medians of the rounds. Speed is raw bytes by time: `gbs` by the clock,
 `cpu_gbs` by the seconds of CPU that all threads took. Encoding and decoding include both checksums of the record.
 """
@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvtier.record.codecs import Codec
+    from kvtier.testing.model_kv import KV
 
 NAME = "codecs"
 HELP = "ratio, speed and error of every codec on the KV of a real model"
@@ -26,36 +27,64 @@ HELP = "ratio, speed and error of every codec on the KV of a real model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a model as Hugging Face keeps it; needs torch and transformers, and --text",
+    )
+    source.add_argument(
         "--kv",
         type=Path,
-        required=True,
         metavar="FILE.npy",
-        help="bfloat16 as uint16, (layers, 2, tokens, heads, dim); bench/kv_of_text.py writes it",
+        help="KV that --save wrote: bfloat16 as uint16, (layers, 2, tokens, heads, dim)",
     )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="what the model reads")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, metavar="N", help="how much of the text it reads (default 2048)"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE.npy", help="keep the KV for --kv")
     parser.add_argument("--chunk-tokens", type=int, default=64, metavar="N", help="tokens of a part (default 64)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="also measure with N threads (default 2)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds to take medians of (default 5)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures to a file")
 
 
-def load_parts(path: Path, chunk_tokens: int) -> tuple[list[memoryview], tuple[int, ...]]:
-    """The parts of a KV file, and its shape. Raises ConfigError."""
+def kv_from(args: argparse.Namespace) -> "KV":
+    """The KV that the arguments ask for. Raises ConfigError."""
     import numpy as np
 
+    if args.model is not None:
+        if args.text is None or args.tokens < 1:
+            raise ConfigError(
+                f"--model needs --text FILE and at least 1 of --tokens, not {args.text} and {args.tokens}"
+            )
+        from kvtier.testing.model_kv import kv_of_text
+
+        made = kv_of_text(args.model, args.text, args.tokens)
+        if args.save is not None:
+            np.save(args.save, made)
+        return made
     try:
-        kv = np.load(path)
+        kv: KV = np.load(args.kv)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--kv {path} cannot be read as a numpy array: {error}") from error
+        raise ConfigError(f"--kv {args.kv} cannot be read as a numpy array: {error}") from error
     if kv.dtype != np.uint16 or kv.ndim != 5 or kv.shape[1] != 2:
         raise ConfigError(
-            f"--kv {path} holds {kv.dtype} of shape {kv.shape}: bfloat16 as uint16, (layers, 2, tokens, heads, dim), is wanted"
+            f"--kv {args.kv} holds {kv.dtype} of shape {kv.shape}: bfloat16 as uint16, (layers, 2, tokens, heads, dim), is wanted"
         )
+    return kv
+
+
+def parts_of(kv: "KV", chunk_tokens: int) -> list[memoryview]:
+    """KV cut as it is stored, what is left over left out. Raises ConfigError."""
+    import numpy as np
+
     if not 1 <= chunk_tokens <= kv.shape[2]:
-        raise ConfigError(f"--chunk-tokens {chunk_tokens} does not fit a file of {kv.shape[2]} tokens")
-    whole = kv.shape[2] // chunk_tokens * chunk_tokens
-    starts = range(0, whole, chunk_tokens)
-    return [np.ascontiguousarray(kv[:, :, at : at + chunk_tokens]).data.cast("B") for at in starts], kv.shape
+        raise ConfigError(f"--chunk-tokens {chunk_tokens} does not fit KV of {kv.shape[2]} tokens")
+    starts = range(0, kv.shape[2] // chunk_tokens * chunk_tokens, chunk_tokens)
+    return [np.ascontiguousarray(kv[:, :, at : at + chunk_tokens]).data.cast("B") for at in starts]
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -130,9 +159,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds; the figures."""
     from kvtier.record.codecs import CodecUnavailableError, make_codec
 
-    parts, shape = load_parts(args.kv, args.chunk_tokens)
     if args.rounds < 1 or args.threads < 1:
         raise ConfigError(f"--rounds {args.rounds} and --threads {args.threads} must be at least 1")
+    kv = kv_from(args)
+    shape, parts = kv.shape, parts_of(kv, args.chunk_tokens)
     raw_bytes = sum(map(len, parts))
     targets = [memoryview(bytearray(len(part))) for part in parts]
     rows: list[dict[str, Any]] = []
@@ -167,14 +197,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for row, _, _ in runs:
         medians = [statistics.median(column) for column in zip(*row.pop("times_s"), strict=True)]
         row |= {
-            name: round(gbs / max(median_s, 1e-9), 3)
+            name: float(f"{gbs / max(median_s, 1e-9):.4g}")
             for name, median_s in zip(
                 ("encode_gbs", "encode_cpu_gbs", "decode_gbs", "decode_cpu_gbs"), medians, strict=True
             )
         }
     return {
         "kv": {
-            "file": args.kv.name,
+            "source": f"{args.model.name} reading {args.text.name}" if args.model else args.kv.name,
             "shape": list(shape),
             "raw_bytes": raw_bytes,
             "part_bytes": len(parts[0]),

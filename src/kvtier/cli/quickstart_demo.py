@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from kvtier import __version__
 from kvtier.errors import KVTierError
 from kvtier.memory.base import LeaseOwner
@@ -335,7 +337,7 @@ class _GivesOtherBytes(RecordChannel):
 class _AcceptsAnyGeneration(RecordChannel):
     def unpack(self, fetched: FetchedRecord) -> tuple[RecordHead, memoryview]:
         head, payload = unpack(fetched.record, None)
-        return replace(head, identity=fetched.identity), payload
+        return msgspec.structs.replace(head, identity=fetched.identity), payload
 
 
 class _AcceptsAnyPayload(RecordChannel):

@@ -81,6 +81,29 @@ def loops() -> tuple[Split, Join]:
         return njit(nogil=True)(_split_loop), njit(nogil=True)(_join_loop)
 
 
+def split(raw: memoryview, exponents: U8, rest: U8) -> None:
+    """Take the bfloat16 of `raw` apart, wherever it lies."""
+    elements = np.frombuffer(raw, "<u2", exponents.size)
+    # One kind of array, so that one loop is compiled: read-only, and aligned.
+    elements.flags.writeable = False
+    (loops()[0] if elements.flags.aligned else split_numpy)(elements, exponents, rest)
+
+
+def join(exponents: U8, rest: U8, out: memoryview) -> None:
+    """Put bfloat16 together into `out`, wherever it lies."""
+    elements = np.frombuffer(out, "<u2", exponents.size)
+    rest.flags.writeable = False
+    (loops()[1] if elements.flags.aligned else join_numpy)(exponents, rest, elements)
+
+
+@cache
+def warm_up() -> None:
+    """Import and compile what the first record would otherwise wait for."""
+    plane, rest = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+    split(memoryview(bytes(2)), plane, rest)
+    join(plane, rest, memoryview(bytearray(2)))
+
+
 # A plane of exponents for each thread, as long as its longest part: fresh memory for each part would cost its page faults each time.
 _planes = threading.local()
 
@@ -106,10 +129,12 @@ class Bf16SplitCodec(Codec):
     @classmethod
     def make(cls, **params: Any) -> Self:
         refuse_unknown(cls.name, params, ("level", "ratio_min"))
-        return cls(
+        made = cls(
             int_in(cls.name, "level", params.get("level", 0), 0, ZSTD_LEVEL_MAX),
             ratio_from(cls.name, params.get("ratio_min", 1.1)),
         )
+        warm_up()
+        return made
 
     def encode(self, raw: memoryview) -> Encoded:
         count = len(raw) // 2
@@ -117,7 +142,7 @@ class Bf16SplitCodec(Codec):
         # As long as the raw bytes: what does not fit is declined.
         payload = np.empty(len(raw), np.uint8)
         exponents = _scratch(count)
-        loops()[0](np.frombuffer(raw, "<u2", count), exponents, payload[:count])
+        split(raw, exponents, payload[:count])
         frame = zstd_compress(exponents.data, self.level) if self.level else zstd_compress_entropy(exponents.data)
         if (frame_at + len(frame)) * self.ratio_min > len(raw):
             return declined(raw)
@@ -134,5 +159,5 @@ class Bf16SplitCodec(Codec):
             raise CodecError(f"a {cls.name} payload of {len(payload)} bytes cannot hold {len(out)} raw bytes")
         exponents = _scratch(count)
         zstd_decompress_into(payload[frame_at:], exponents.data)
-        loops()[1](exponents, np.frombuffer(payload, np.uint8, count), np.frombuffer(out, "<u2", count))
+        join(exponents, np.frombuffer(payload, np.uint8, count), out)
         out[2 * count :] = payload[count:frame_at]

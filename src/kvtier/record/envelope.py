@@ -10,7 +10,8 @@ those it asked for. `docs/formats.md` has the layout byte by byte.
 
 The same head stands in one of two places:
 
-- *head first* (`pack`, `unpack`): head, then payload. For byte stores, where a record is one value of any length.
+- *head first* (`pack`, `unpack`): head, zeros up to a multiple of 16 bytes, payload. For byte stores, where a record is one value of any
+  length; a payload of numbers is aligned for them wherever the record is.
 - *head last* (`seal_slot`, `open_slot`): payload at offset 0 of a slot, head in the slot's last HEAD_BYTES_MAX bytes.
   For arenas and segments, whose payloads must lie aligned for direct I/O and for the copies to the engine. A slot can be
   cut off at its front only by one who knows where it ends, which is what a catalog or a fixed slot size says.
@@ -25,7 +26,7 @@ Two sums are kept: of the payload as stored, checked here, and of the raw bytes,
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from struct import Struct
 from types import MappingProxyType
 from typing import Annotated, Final, TypeAlias
@@ -51,6 +52,7 @@ MAGIC: Final = b"\x8bKVTIER\n"
 VERSION: Final = 1
 HEAD_BYTES_MAX: Final = 512
 SLOT_ALIGN_BYTES: Final = 4096
+PAYLOAD_ALIGN_BYTES: Final = 16
 IDENTITY_CODEC: Final = "identity"
 
 Scalar: TypeAlias = str | int | float | bool
@@ -83,8 +85,7 @@ class Identity:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RecordHead:
+class RecordHead(msgspec.Struct, frozen=True):
     """What a record says of itself. Sums are xxh3_64 with seed 0; lengths are bytes.
 
     Attributes:
@@ -103,7 +104,7 @@ class RecordHead:
     raw_sum: int
     payload_sum: int
     codec: str = IDENTITY_CODEC
-    codec_params: Mapping[str, Scalar] = field(default_factory=dict)
+    codec_params: Mapping[str, Scalar] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +206,8 @@ def decode_head(buffer: Buffer) -> RecordHead:
     return _read_head(byte_view(buffer))[0]
 
 
-def _read_head(view: memoryview) -> tuple[RecordHead, int]:
-    """The head at the start of `view`, and the length of its metadata."""
+def _read_head(view: memoryview, expected: Identity | None = None) -> tuple[RecordHead, int]:
+    """The head at the start of `view`, and the length of its metadata. Its identity is `expected` itself where they are equal."""
     if len(view) < FRAMING_BYTES:
         raise RecordLengthError(
             f"{len(view)} bytes are too few for a record's head, which takes {FRAMING_BYTES} at least"
@@ -243,7 +244,17 @@ def _read_head(view: memoryview) -> tuple[RecordHead, int]:
         raise RecordHeadError(
             f"the head's checksum is right and its metadata is not readable ({error}): its writer was at fault"
         ) from error
-    who = Identity(meta.ns, meta.key, meta.gen, meta.group, meta.rank)
+    if (
+        expected is not None
+        and meta.key == expected.key
+        and meta.ns == expected.namespace
+        and meta.gen == expected.generation
+        and meta.group == expected.group
+        and meta.rank == expected.rank
+    ):
+        who = expected
+    else:
+        who = Identity(meta.ns, meta.key, meta.gen, meta.group, meta.rank)
     head = RecordHead(who, meta.raw, payload_bytes, meta.raw_sum, meta.sum, meta.codec, meta.params)
     return head, metadata_bytes
 
@@ -251,7 +262,7 @@ def _read_head(view: memoryview) -> tuple[RecordHead, int]:
 def check_identity(head: RecordHead, expected: Identity) -> None:
     """Refuse a sound head that is not `expected`'s: key first, then namespace, generation, part."""
     found = head.identity
-    if found == expected:
+    if found is expected or found == expected:
         return
     if found.key != expected.key:
         raise RecordKeyError(f"the record is of key {found.key.hex()}, key {expected.key.hex()} was asked for")
@@ -311,15 +322,21 @@ def head_for(
 # -- head first: byte stores -------------------------------------------------------------------------------------------
 
 
+def encode_prefix(head: RecordHead) -> bytes:
+    """What stands before the payload of a head-first record: the head, and zeros that align the payload. Raises HeadTooLargeError."""
+    encoded = encode_head(head)
+    return encoded + _ZEROS[: -len(encoded) % PAYLOAD_ALIGN_BYTES]
+
+
 def pack(head: RecordHead, payload: Buffer) -> bytes:
-    """One record, head first. Copies the payload once; a store that takes scattered writes needs `encode_head` alone.
+    """One record, head first. Copies the payload once; a store that takes scattered writes needs `encode_prefix` alone.
 
     Raises RecordLengthError where `payload` is not as long as the head says, HeadTooLargeError.
     """
     view = byte_view(payload)
     if len(view) != head.payload_bytes:
         raise RecordLengthError(f"the head says {head.payload_bytes} payload bytes and {len(view)} were given")
-    return b"".join((encode_head(head), view))
+    return b"".join((encode_prefix(head), view))
 
 
 def unpack(
@@ -330,14 +347,19 @@ def unpack(
     With `expected` None any identity is accepted, for tools that look at what is there. Raises a subclass of RecordError.
     """
     view = byte_view(record)
-    head, metadata_bytes = _read_head(view)
+    head, metadata_bytes = _read_head(view, expected)
     if expected is not None:
         check_identity(head, expected)
     _check_lengths(head, payload_bytes)
-    start = FRAMING_BYTES + metadata_bytes
+    head_bytes = FRAMING_BYTES + metadata_bytes
+    start = head_bytes + -head_bytes % PAYLOAD_ALIGN_BYTES
     if len(view) - start != head.payload_bytes:
         raise RecordLengthError(
-            f"the record of key {head.identity.key.hex()} has {len(view) - start} bytes after its head, which says {head.payload_bytes}"
+            f"the record of key {head.identity.key.hex()} has {max(len(view) - start, 0)} bytes of payload, its head says {head.payload_bytes}"
+        )
+    if any(view[head_bytes:start]):
+        raise RecordHeadError(
+            f"the record of key {head.identity.key.hex()} has other bytes than zeros between head and payload: it is damaged"
         )
     payload = view[start:]
     _check_payload(head, payload)
@@ -345,10 +367,11 @@ def unpack(
 
 
 def sizes_of(head: RecordHead, stored_bytes: int | None = None) -> RecordSizes:
-    """Where the record's bytes go. `stored_bytes` is the slot's length where the head stands last: padding counts as framing."""
-    metadata_bytes = len(encode_head(head)) - FRAMING_BYTES
+    """Where the record's bytes go, padding counted as framing. `stored_bytes` is the slot's length where the head stands last."""
+    encoded_bytes = len(encode_head(head))
     if stored_bytes is None:
-        stored_bytes = head.payload_bytes + metadata_bytes + FRAMING_BYTES
+        stored_bytes = encoded_bytes + -encoded_bytes % PAYLOAD_ALIGN_BYTES + head.payload_bytes
+    metadata_bytes = encoded_bytes - FRAMING_BYTES
     framing_bytes = stored_bytes - head.payload_bytes - metadata_bytes
     if framing_bytes < FRAMING_BYTES:
         raise RecordLengthError(f"{stored_bytes} bytes cannot hold a payload of {head.payload_bytes} and its envelope")
@@ -407,7 +430,7 @@ def open_slot(slot: Buffer, expected: Identity, payload_bytes: int | None) -> Re
     `payload_bytes` is what the reader knows from elsewhere, None where it knows nothing. Raises a subclass of RecordError.
     """
     view = _slot_view(slot, payload_bytes or 0)
-    head = _read_head(view[len(view) - HEAD_BYTES_MAX :])[0]
+    head = _read_head(view[len(view) - HEAD_BYTES_MAX :], expected)[0]
     check_identity(head, expected)
     _check_lengths(head, payload_bytes)
     _slot_view(view, head.payload_bytes)

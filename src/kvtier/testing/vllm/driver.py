@@ -154,17 +154,29 @@ class Engine:
         """vLLM's worker; only where it runs in this process."""
         return self._core.engine_core.model_executor.driver_worker.worker
 
-    def submit(self, prompt: Sequence[int], *, max_tokens: int, logprobs: int | None = None, **sampling: Any) -> str:
-        """Queue a request with greedy sampling; its id. `step` moves it forward."""
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        logprobs: int | None = None,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> str:
+        """Queue a request with greedy sampling; its id. `step` moves it forward.
+
+        Requests with different `cache_salt` share no cache, neither the engine's own nor kvtier's.
+        """
         from vllm import SamplingParams
 
         parameters = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True, detokenize=False, **sampling
         )
+        inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if cache_salt is not None:
+            inputs["cache_salt"] = cache_salt
         started_s = time.perf_counter()
-        request_id: str = self._engine.add_request(
-            f"request-{self._next_id}", {"prompt_token_ids": list(prompt)}, parameters
-        )
+        request_id: str = self._engine.add_request(f"request-{self._next_id}", inputs, parameters)
         self._next_id += 1
         self._pending[request_id] = _Pending(started_s, len(prompt))
         return request_id
@@ -189,10 +201,10 @@ class Engine:
         self._engine.abort_request([request_id], internal=True)
         self._pending.pop(request_id, None)
 
-    def has_first_token(self, request_id: str) -> bool:
-        """Whether the request has given a token, or has ended."""
-        pending = self._pending.get(request_id)
-        return pending is None or pending.first_token_s is not None
+    def computed_tokens(self, request_id: str) -> int:
+        """Tokens of a request computed or restored so far; 0 before and after its life (engine core in this process only)."""
+        request = self.scheduler.requests.get(request_id)
+        return int(request.num_computed_tokens) if request is not None else 0
 
     def unfinished(self, request_id: str) -> bool:
         """Whether the request has not ended yet."""
