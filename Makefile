@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: check test demo bench clean
+.PHONY: check test demo bench quickstart clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info[:2] <= (3, 13); sys.exit(0 if ok else f"kvtier needs Python 3.11 to 3.13, and {sys.executable} is {sys.version.split()[0]}: set PYTHON=...")'
@@ -40,6 +40,9 @@ demo: $(VENV)/.stamp-vllm
 
 bench: $(VENV)/.stamp-vllm
 	$(BIN)/python bench/main_path.py
+
+quickstart: $(VENV)/.stamp-dev
+	$(BIN)/kvtier quickstart --output work/quickstart
 
 clean:
 	rm -rf $(VENV) work build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,6 +12,7 @@ from kvtier.store.moves import (
     DeleteParts,
     FenceDone,
     LoadFailed,
+    LoadReleased,
     PartPlace,
     ResetTier,
     Source,
@@ -19,7 +20,7 @@ from kvtier.store.moves import (
     WriteDone,
     WriteParts,
 )
-from kvtier.store.tiered import Part, Presence, StoreLimits, TieredStore
+from kvtier.store.tiered import LoadPlan, Part, Presence, StoreLimits, TieredStore
 
 SLOT = 8192
 LIMITS = StoreLimits(slot_bytes=(SLOT,), arena_bytes=4 * SLOT, disk_bytes=8 * SLOT)
@@ -88,7 +89,7 @@ def test_parts_in_dram_and_on_disk_are_one_load_and_disk_parts_are_promoted() ->
     finish_writes(store)
     store_parts(store, 4, 5)
     finish_writes(store)
-    places = store.begin_load(parts(0, 1, 2, 3), "r", 1.0)
+    places = store.begin_load(parts(0, 1, 2, 3), "r", 1.0).parts
     assert [place.source for place in places] == [Source.DISK, Source.DISK, Source.DRAM, Source.DRAM]
     assert all(place.offset != NO_SLOT for place in places), "the two others make room"
     assert store.end_load("r", 1.0)
@@ -101,7 +102,7 @@ def test_a_load_larger_than_the_arena_passes_through_staging() -> None:
     for number in range(6):
         store_parts(store, number)
         finish_writes(store)
-    places = store.begin_load(parts(*range(6)), "r", 1.0)
+    places = store.begin_load(parts(*range(6)), "r", 1.0).parts
     assert len({place.offset for place in places} - {NO_SLOT}) == 4
     assert sum(place.offset == NO_SLOT for place in places) == 2
     store.check()
@@ -142,8 +143,8 @@ def test_a_lost_part_leaves_every_tier_and_its_neighbours_stay_on_disk() -> None
     for group in ((0, 1), (2, 3), (4, 5, 6, 7)):
         store_parts(store, *group)
         finish_writes(store)
-    store.begin_load(parts(0, 1, 2), "r", 1.0)
-    store.apply(LoadFailed("r", {key(1): "checksum"}, ""), 1.0)
+    load = store.begin_load(parts(0, 1, 2), "r", 1.0)
+    store.apply(LoadFailed(load.load_id, {key(1): "checksum"}, ""), 1.0)
     assert not store.end_load("r", 1.0)
     assert store.leading_run(keys(0, 1, 2)) == (1, False)
     assert store.presence(key(2)) is Presence.HIT
@@ -157,10 +158,26 @@ def test_a_load_that_failed_without_a_lost_part_loses_none() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1)
     finish_writes(store)
-    store.begin_load(parts(0, 1), "r", 1.0)
-    store.apply(LoadFailed("r", {}, "deadline"), 1.0)
+    load = store.begin_load(parts(0, 1), "r", 1.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline"), 1.0)
     assert not store.end_load("r", 1.0)
     assert store.leading_run(keys(0, 1)) == (2, False)
+    store.check()
+
+
+def test_a_load_past_its_deadline_gives_slots_back_only_when_its_reads_have_ended() -> None:
+    store = TieredStore(replace(LIMITS, rank_count=2))
+    store.fill_from_disk([(key(n), 0, 16) for n in range(4)], 0.0)
+    load = store.begin_load(parts(0, 1, 2, 3), "r", 0.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 30.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 30.0)
+    store.apply(LoadReleased(load.load_id), 30.0)
+    assert not store.end_load("r", 30.0)
+    store.check()
+    assert store.begin_store(parts(9), 30.0) is None, "a read on one rank still writes into the slots"
+    assert store.has_pending()
+    store.apply(LoadReleased(load.load_id), 31.0)
+    assert store.begin_store(parts(9), 31.0) is not None
     store.check()
 
 
@@ -204,6 +221,17 @@ def test_a_failing_disk_gets_no_writes_for_a_while_and_loses_nothing() -> None:
     store.tick(LIMITS.disk_retry_s + 1)
     store_parts(store, 3, now_s=20.0)
     assert [a for a in store.take_actions() if isinstance(a, WriteParts)]
+
+
+def test_a_write_over_budget_neither_suspends_nor_shrinks() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0)
+    finish_writes(store, {key(0): "over_budget: 1 GiB a day"})
+    assert store.gauges()["disk_limit_bytes"] == LIMITS.disk_bytes
+    store_parts(store, 1)
+    finish_writes(store)
+    assert store.gauges()["disk_parts"] == 1
+    store.check()
 
 
 def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
@@ -287,7 +315,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.slot_key: dict[int, bytes] = {}
         self.disk: set[bytes] = set()
         self.storing: list[list[PartPlace]] = []
-        self.loading: dict[str, list[PartPlace]] = {}
+        self.loading: dict[str, LoadPlan] = {}
+        self.held: list[LoadPlan] = []
         self.commands: list[WriteParts | DeleteParts | ResetTier] = []
         self.owner = 0
 
@@ -320,14 +349,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.owner += 1
         owner = str(self.owner)
         self.loading[owner] = self.store.begin_load(wanted[: run.length], owner, self.now_s)
-        for place in self.loading[owner]:
+        for place in self.loading[owner].parts:
             assert place.source is not Source.MISSING
 
     @precondition(lambda self: self.loading)
-    @rule(index=st.integers(0, 9), outcome=st.sampled_from(["good", "good", "lost", "late"]))
+    @rule(index=st.integers(0, 9), outcome=st.sampled_from(["good", "good", "lost", "late", "held"]))
     def end_load(self, index: int, outcome: str) -> None:
         owner = sorted(self.loading)[index % len(self.loading)]
-        places = self.loading.pop(owner)
+        load = self.loading.pop(owner)
+        places = load.parts
         self.flush_commands_up_to_writes()
         for place in places:
             if place.source is Source.DRAM:
@@ -336,8 +366,20 @@ class StoreMachine(RuleBasedStateMachine):
                 self.slot_key[place.offset] = place.key if outcome == "good" else b"rubbish"
         lost = {places[0].key: "checksum"} if outcome == "lost" else {}
         if outcome != "good":
-            self.store.apply(LoadFailed(owner, lost, "" if lost else "deadline"), self.now_s)
+            held = outcome == "held"
+            self.store.apply(LoadFailed(load.load_id, lost, "" if lost else "deadline", held), self.now_s)
+            if held:
+                self.held.append(load)
         assert self.store.end_load(owner, self.now_s) == (outcome == "good")
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def reads_end(self) -> None:
+        load = self.held.pop()
+        for place in load.parts:
+            if place.source is Source.DISK and place.offset != NO_SLOT:
+                assert self.slot_key.get(place.offset) == b"rubbish", "the slot of a read in flight was used again"
+        self.store.apply(LoadReleased(load.load_id), self.now_s)
 
     def flush_commands_up_to_writes(self) -> None:
         self.commands += self.store.take_actions()

@@ -65,12 +65,20 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     """A load's parts did not all reach the engine on a rank.
 
     `lost` holds the reason for each key whose bytes are gone or wrong; it is empty where the parts may be fine (a
-    deadline passed, the copy raised): `reason` says so then.
+    deadline passed, the copy raised): `reason` says so then. `held` means that reads are still in flight, which own
+    their slots until the rank's LoadReleased.
     """
 
-    owner: str
+    load_id: int
     lost: dict[Key, str]
     reason: str
+    held: bool = False
+
+
+class LoadReleased(msgspec.Struct, frozen=True, tag=True):
+    """The last read in flight of a load that failed with `held` has ended on a rank."""
+
+    load_id: int
 
 
 class StoreFailed(msgspec.Struct, frozen=True, tag=True):
@@ -86,4 +94,4 @@ class FenceDone(msgspec.Struct, frozen=True, tag=True):
     fence_id: int
 
 
-Outcome = WriteDone | LoadFailed | StoreFailed | FenceDone
+Outcome = WriteDone | LoadFailed | LoadReleased | StoreFailed | FenceDone

@@ -37,6 +37,7 @@ from kvtier.store.moves import (
     FenceDone,
     Key,
     LoadFailed,
+    LoadReleased,
     Outcome,
     PartPlace,
     ResetTier,
@@ -48,7 +49,9 @@ from kvtier.store.moves import (
 from kvtier.store.slots import SlotAllocator
 
 NO_SPACE = "no_space"
-"""A write failure whose reason begins so means that the disk is full: room is made, where others are waited out."""
+OVER_BUDGET = "over_budget"
+"""Kinds of write failure that say nothing against the disk: it is full, and room is made; it has been written enough for now.
+After any other kind writes are suspended for a while."""
 
 
 class Presence(Enum):
@@ -117,10 +120,19 @@ class _Slot:
     leases: int = 1
 
 
+class LoadPlan(NamedTuple):
+    """What a load has to do; outcomes of ranks name it by `load_id`."""
+
+    load_id: int
+    parts: list[PartPlace]
+
+
 @dataclass(slots=True)
 class _Load:
+    load_id: int
     parts: list[PartPlace]
     slots: list[_Slot | None]
+    ranks_holding: int = 0
     lost: dict[Key, str] = field(default_factory=dict)
     reason: str = ""
 
@@ -137,9 +149,16 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Fence:
+class _Owed:
+    """Slots that operations on some ranks own although nothing waits for them any more."""
+
     ranks_left: int
     slots: list[_Slot]
+
+
+def _kind(reason: str) -> str:
+    """What a reason begins with, before its detail: few enough to count."""
+    return reason.partition(":")[0]
 
 
 class TieredStore:
@@ -149,7 +168,10 @@ class TieredStore:
         self.limits = limits
         self.generation = generation
         self.counters: Counter[str] = Counter()
-        self._slots = SlotAllocator(limits.slot_bytes, limits.arena_bytes)
+        # Groups whose parts are equally large share a size class.
+        sizes = sorted(set(limits.slot_bytes))
+        self._class = [sizes.index(size) for size in limits.slot_bytes]
+        self._slots = SlotAllocator(sizes, limits.arena_bytes)
         self._dram: dict[Key, _Slot] = {}
         self._dram_policy: EvictionPolicy = make_policy(limits.dram_policy, limits.arena_bytes)
         self._disk: dict[Key, int] = {}
@@ -164,9 +186,10 @@ class TieredStore:
         self._writing: dict[Key, int] = {}
         self._writes: dict[int, _Write] = {}
         self._loads: dict[str, _Load] = {}
+        self._held: dict[int, _Owed] = {}
         self._filling: dict[Key, _Slot] = {}
         self._store_failed: dict[Key, str] = {}
-        self._fences: dict[int, _Fence] = {}
+        self._fences: dict[int, _Owed] = {}
         self._next_id = 0
         self._actions: list[Action] = []
         self._notices: list[str] = []
@@ -210,7 +233,7 @@ class TieredStore:
 
     # ---- loads: from a tier into the engine
 
-    def begin_load(self, wanted: Sequence[Part], owner: str, now_s: float) -> list[PartPlace]:
+    def begin_load(self, wanted: Sequence[Part], owner: str, now_s: float) -> LoadPlan:
         """Lease `wanted` for a load by `owner`, which has no other load, and say where each part is.
 
         Parts on disk get a slot where one can be had, so that they stay in DRAM afterwards; the others pass through the
@@ -248,10 +271,11 @@ class TieredStore:
                 continue
             slots[place] = new[0]
             parts[place] = PartPlace(part.key, part.group, new[0].offset, Source.DISK)
-        self._loads[owner] = _Load(parts, slots)
+        load = _Load(self._new_id(), parts, slots)
+        self._loads[owner] = load
         self.counters["load_dram_parts"] += sum(part.source is Source.DRAM for part in parts)
         self.counters["load_disk_parts"] += sum(part.source is Source.DISK for part in parts)
-        return parts
+        return LoadPlan(load.load_id, parts)
 
     def end_load(self, owner: str, now_s: float) -> bool:
         """All ranks have finished `owner`'s load, well or not. True if it went well."""
@@ -259,6 +283,7 @@ class TieredStore:
         if load is None:
             return False
         failed = bool(load.reason or load.lost)
+        held: list[_Slot] = []
         for part, slot in zip(load.parts, load.slots, strict=True):
             if part.source is Source.DISK:
                 self._disk_leases[part.key] -= 1
@@ -271,7 +296,12 @@ class TieredStore:
                 slot.state = _State.READY
             elif filled or part.key in load.lost:
                 self._forget_slot(part.key, slot, now_s)
-            self._release(slot)
+            if filled and load.ranks_holding:
+                held.append(slot)
+            else:
+                self._release(slot)
+        if held:
+            self._held[load.load_id] = _Owed(load.ranks_holding, held)
         for key in load.lost:
             self._forget_disk(key, now_s)
         if failed:
@@ -330,25 +360,26 @@ class TieredStore:
         if isinstance(outcome, WriteDone):
             self._apply_write(outcome, now_s)
         elif isinstance(outcome, LoadFailed):
-            load = self._loads.get(outcome.owner)
+            load = self._load_by_id(outcome.load_id)
             if load is not None:
                 load.lost.update(outcome.lost)
                 load.reason = outcome.reason or load.reason
+                load.ranks_holding += outcome.held
             for reason in sorted(set(outcome.lost.values())) or [outcome.reason]:
-                self.counters[f"load_failed:{reason}"] += 1
+                self.counters[f"load_failed:{_kind(reason)}"] += 1
                 self._notice(f"a load failed and its request is recomputed: {reason}")
         elif isinstance(outcome, StoreFailed):
             self._store_failed.update(dict.fromkeys((k for k in outcome.keys if k in self._filling), outcome.reason))
             self.counters["store_failed_parts"] += len(outcome.keys)
             self._notice(f"parts could not be copied out of the engine: {outcome.reason}")
         elif isinstance(outcome, FenceDone):
-            fence = self._fences.get(outcome.fence_id)
-            if fence is not None:
-                fence.ranks_left -= 1
-                if fence.ranks_left == 0:
-                    del self._fences[outcome.fence_id]
-                    for slot in fence.slots:
-                        self._release(slot)
+            self._one_rank_less(self._fences, outcome.fence_id)
+        elif isinstance(outcome, LoadReleased):
+            load = self._load_by_id(outcome.load_id)
+            if load is not None:
+                load.ranks_holding -= 1
+            else:
+                self._one_rank_less(self._held, outcome.load_id)
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass: a write that is late counts as failed; its slots stay its own until it ends."""
@@ -363,7 +394,9 @@ class TieredStore:
 
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""
-        return bool(self._actions or self._fences or any(not write.expired for write in self._writes.values()))
+        return bool(
+            self._actions or self._fences or self._held or any(not write.expired for write in self._writes.values())
+        )
 
     def take_actions(self) -> list[Action]:
         """What every rank has to do, in this order. Each is handed out once."""
@@ -417,7 +450,7 @@ class TieredStore:
         self._writing.clear()
         self._disk_used_bytes = 0
         fence_id = self._new_id()
-        self._fences[fence_id] = _Fence(self.limits.rank_count, owed)
+        self._fences[fence_id] = _Owed(self.limits.rank_count, owed)
         self._actions.append(ResetTier(self.generation, fence_id))
         self.counters["resets"] += 1
 
@@ -440,7 +473,7 @@ class TieredStore:
             [s for load in self._loads.values() for s in load.slots if s is not None],
             list(self._filling.values()),
             [s for write in self._writes.values() for s in write.slots],
-            [s for fence in self._fences.values() for s in fence.slots],
+            [s for owed in (*self._fences.values(), *self._held.values()) for s in owed.slots],
         ):
             owners.update(id(slot) for slot in slots)
         assert all(slot.leases == owners[id(slot)] for slot in self._dram.values()), "a lease without its owner"
@@ -454,13 +487,26 @@ class TieredStore:
         if self._disk_policy is not None:
             assert len(self._disk_policy) == len(self._disk), "the disk policy lost count"
         doomed = {id(s): s for w in self._writes.values() for s in w.slots if s.state is _State.DOOMED}
-        doomed |= {id(s): s for f in self._fences.values() for s in f.slots if s.state is _State.DOOMED}
+        owed_slots = [s for owed in (*self._fences.values(), *self._held.values()) for s in owed.slots]
+        doomed |= {id(s): s for s in owed_slots if s.state is _State.DOOMED}
         doomed |= {id(s): s for ld in self._loads.values() for s in ld.slots if s and s.state is _State.DOOMED}
         doomed |= {id(s): s for s in self._filling.values() if s.state is _State.DOOMED}
         held = sum(self.limits.slot_bytes[s.group] for s in (*self._dram.values(), *doomed.values()))
         assert held == self._slots.used_bytes(), "a slot leaked, or was given back twice"
 
     # ---- inside
+
+    def _load_by_id(self, load_id: int) -> _Load | None:
+        return next((load for load in self._loads.values() if load.load_id == load_id), None)
+
+    def _one_rank_less(self, owed_by: dict[int, _Owed], number: int) -> None:
+        owed = owed_by.get(number)
+        if owed is not None:
+            owed.ranks_left -= 1
+            if owed.ranks_left == 0:
+                del owed_by[number]
+                for slot in owed.slots:
+                    self._release(slot)
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -483,9 +529,9 @@ class TieredStore:
             for key in self._dram_policy.candidates(now_s, is_leased, new[0].key):
                 slot = self._dram[key]
                 key_at[slot.offset] = key
-                yield slot.group, slot.offset
+                yield self._class[slot.group], slot.offset
 
-        chosen = self._slots.choose_victims(Counter(part.group for part in new), victims())
+        chosen = self._slots.choose_victims(Counter(self._class[part.group] for part in new), victims())
         if chosen is None:
             return None
         for victim in chosen:
@@ -496,7 +542,7 @@ class TieredStore:
         self.counters["dram_evicted_parts"] += len(chosen)
         slots = []
         for part in new:
-            offset = self._slots.take(part.group)
+            offset = self._slots.take(self._class[part.group])
             assert offset is not None, "choose_victims promised room"
             info = RecordInfo(self.limits.slot_bytes[part.group], part.parent, part.depth_tokens)
             slot = _Slot(part.group, offset, info)
@@ -605,11 +651,11 @@ class TieredStore:
             self._actions.append(DeleteParts(list(write.failed)))
             self.counters["write_failed_parts"] += len(write.failed)
             for reason in sorted(set(write.failed.values())):
-                self.counters[f"write_failed:{reason}"] += 1
+                self.counters[f"write_failed:{_kind(reason)}"] += 1
                 self._notice(f"parts could not be written to disk, and are served from DRAM only: {reason}")
             self._disk_retry_at_s = now_s + self.limits.disk_retry_s
-            full = any(reason.startswith(NO_SPACE) for reason in write.failed.values())
-            if full:
+            kinds = {_kind(reason) for reason in write.failed.values()}
+            if NO_SPACE in kinds:
                 slack_bytes = 2 * max(self.limits.slot_bytes)
                 self._disk_limit_bytes = max(0, min(self._disk_limit_bytes, self._disk_used_bytes - slack_bytes))
-            self._disk_suspended = not full
+            self._disk_suspended = not kinds <= {NO_SPACE, OVER_BUDGET}

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 Key = bytes
 
@@ -37,6 +38,8 @@ class PartFailure(Enum):
     EXISTS_DIFFERENT = "exists_different"
     CANCELLED = "cancelled"
     CLOSED = "closed"
+    CORRUPT = "corrupt"
+    OVER_BUDGET = "over_budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,7 @@ class PartRead:
     buffer: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class PartDone:
+class PartDone(NamedTuple):
     """One part's end: `failure` is None where it succeeded, `detail` then is empty."""
 
     key: Key
@@ -74,8 +76,7 @@ class PartDone:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PartEntry:
+class PartEntry(NamedTuple):
     """A published part, as the catalog knows it.
 
     Attributes:
@@ -100,6 +101,10 @@ class Transfer(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Give up what has not started; each such part ends as CANCELLED. What is in flight goes on."""
+
+    def promote(self, lane: Lane, deadline_s: float | None = None) -> None:
+        """Move what has not started to another lane and deadline: a preload that a request now waits for. A store may know no lanes."""
+        return
 
 
 class PartStore(ABC):

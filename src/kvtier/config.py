@@ -1,0 +1,196 @@
+"""The one configuration object, where its values come from, and the refusal of what it does not know.
+
+Sources, last wins: defaults, a TOML file (`KVTIER_CONFIG=/path`), the environment (`KVTIER_DRAM_BYTES=…`, and those
+`AIBRIX_KV_CACHE_OL_…` names whose meaning kvtier has), then what the engine's own configuration passes
+(`kv_connector_extra_config`; py-kvcache's names are accepted too). Sizes are bytes, as numbers or as "256MiB"; times are seconds.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.policy.registry import policy_names
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+DURABILITIES = ("none", "flush", "sync")
+
+
+def parse_bytes(value: object) -> int:
+    """A size in bytes out of 268435456, "256MiB", "1.5 GB". Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("write a number of bytes, or a size such as '256MiB'")
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError("write a number of bytes, or a size such as '256MiB'")
+    return (
+        int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
+    )
+
+
+def _parse_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("write true or false")
+
+
+def _parse_int(value: object) -> int:
+    if isinstance(value, (bool, float)):
+        raise ValueError("write a whole number")
+    return int(str(value))
+
+
+def _parse_float(value: object) -> float:
+    if isinstance(value, bool):
+        raise ValueError("write a number")
+    return float(str(value))
+
+
+def _parse_path(value: object) -> Path | None:
+    text = str(value) if value is not None else ""
+    return Path(text).expanduser() if text else None
+
+
+def _one_of(*names: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        text = str(value).strip().lower()
+        if text not in names:
+            raise ValueError(f"write one of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def _setting(
+    default: Any, parse: Callable[[Any], Any], meaning: str, *, low: float | None = None, aliases: tuple[str, ...] = ()
+) -> Any:
+    return field(default=default, metadata={"parse": parse, "meaning": meaning, "low": low, "aliases": aliases})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Every setting of kvtier, in force. Build it with `load_config`; the meanings are printed by `kvtier config`."""
+
+    dram_bytes: int = _setting(4 << 30, parse_bytes, "DRAM tier of this engine, shared equally by its ranks", low=1)
+    disk_path: Path | None = _setting(None, _parse_path, "directory of the disk tier; empty for none")
+    disk_bytes: int = _setting(64 << 30, parse_bytes, "disk tier of this engine, shared equally by its ranks", low=1)
+    disk_free_bytes_min: int = _setting(
+        1 << 30, parse_bytes, "floor of free space kept on the disk's filesystem", low=0
+    )
+    disk_durability: str = _setting(
+        "flush", _one_of(*DURABILITIES), "what a published write survives: none, flush or sync"
+    )
+    io_depth: int = _setting(
+        16, _parse_int, "reads and writes in flight on the disk, per rank", low=1, aliases=("iodepth",)
+    )
+    dram_policy: str = _setting("lru", _one_of(*policy_names()), "who stays in DRAM")
+    disk_policy: str = _setting("lru", _one_of(*policy_names()), "who stays on disk")
+    store_decode_blocks: bool = _setting(True, _parse_bool, "store what was generated, not only prompts")
+    verify_checksums: bool = _setting(True, _parse_bool, "check every part's checksum before the engine gets it")
+    lookup_deadline_s: float = _setting(
+        2.0, _parse_float, "longest wait of a request for parts that are being stored", low=0
+    )
+    load_deadline_s: float = _setting(
+        30.0, _parse_float, "longest a load may take before its request is recomputed", low=0
+    )
+    write_deadline_s: float = _setting(
+        60.0, _parse_float, "longest wait for a disk write before it counts as failed", low=0
+    )
+    close_deadline_s: float = _setting(10.0, _parse_float, "longest wait for unfinished writes at shutdown", low=0)
+    accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
+    namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
+
+
+ENV_PREFIX = "KVTIER_"
+# Names of AIBrix's framework with the same meaning here; the value is given per worker there, in GB of 2**30 bytes.
+_AIBRIX_ENV: dict[str, tuple[str, Callable[[str], object]]] = {
+    "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": ("dram_bytes", lambda text: int(float(text) * 2**30)),
+    "AIBRIX_KV_CACHE_OL_L1_CACHE_EVICTION_POLICY": ("dram_policy", str.lower),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and for each setting the source of its value."""
+
+    config: Config
+    sources: Mapping[str, str]
+
+
+def _names() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for item in fields(Config):
+        for name in (item.name, *item.metadata["aliases"]):
+            names[name] = item.name
+    return names
+
+
+def load_config(
+    extra: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str],
+    extra_source: str = "kv_connector_extra_config",
+) -> Loaded:
+    """Put the sources together.
+
+    Args:
+        extra: settings with the last word.
+        environ: the environment, `os.environ` in production.
+        extra_source: how messages name `extra`.
+
+    Raises:
+        ConfigError: a name is unknown (the nearest one is named), or a value is malformed or out of bounds.
+    """
+    known = _names()
+    values: dict[str, object] = {}
+    sources = {item.name: "default" for item in fields(Config)}
+    parsers = {item.name: item for item in fields(Config)}
+
+    def take(name: str, value: object, source: str) -> None:
+        target = known.get(name)
+        if target is None:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" did you mean {near[0]!r}?" if near else f" known are {', '.join(sorted(known))}."
+            raise ConfigError(f"{source}: setting {name!r} is not known;{hint}")
+        meta = parsers[target].metadata
+        try:
+            parsed = meta["parse"](value)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {name} is {value!r}: {error}") from None
+        if meta["low"] is not None and parsed < meta["low"]:
+            raise ConfigError(f"{source}: {name} is {value!r}: the least is {meta['low']}")
+        values[target] = parsed
+        sources[target] = source
+
+    config_file = environ.get(ENV_PREFIX + "CONFIG")
+    if config_file:
+        path = Path(config_file).expanduser()
+        try:
+            content = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{ENV_PREFIX}CONFIG is {config_file!r}: {error}") from None
+        for name, value in content.items():
+            take(name, value, str(path))
+    for name, text in environ.items():
+        if name in _AIBRIX_ENV:
+            target, convert = _AIBRIX_ENV[name]
+            try:
+                take(target, convert(text), name)
+            except ValueError as error:
+                raise ConfigError(f"{name} is {text!r}: {error}") from None
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX) and name != ENV_PREFIX + "CONFIG":
+            take(name.removeprefix(ENV_PREFIX).lower(), text, name)
+    for name, value in (extra or {}).items():
+        take(name, value, extra_source)
+    return Loaded(Config(**values), sources)  # type: ignore[arg-type]

@@ -1,0 +1,233 @@
+"""kvtier without an engine: both planes in one process, the caller's buffers in the engine's place.
+
+    with kvtier.open(part_bytes=1 << 20, dram_bytes="1GiB", disk_path="/var/cache/kv", namespace={"model": "m"}) as cache:
+        cache.put(keys, buffers)
+        count = cache.get(keys, buffers)
+
+It is the same TieredStore, DataPlane and part store as in an engine, so what holds here holds there.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from kvtier.config import load_config
+from kvtier.engine.copying import MemoryCopyEngine
+from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane, JobResult
+from kvtier.engine.layout import GroupLayout, Piece, Region
+from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.identity.namespace import Namespace, write_manifest
+from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
+from kvtier.policy.base import RequestInfo
+from kvtier.record.envelope import slot_bytes
+from kvtier.store.moves import PartPlace
+from kvtier.store.tiered import Part, StoreLimits, TieredStore
+from kvtier.tier.disk.base import PartStore
+from kvtier.tier.disk.segment_store import SegmentStore
+
+ByteBuffer = bytes | bytearray | memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+class Cache:
+    """Parts of one size under keys, in DRAM and on disk. One call at a time is served; others wait for it.
+
+    Args:
+        part_bytes: bytes of every part.
+        namespace: all that must be equal for bytes to mean the same.
+        disk: a part store to use in place of the one that the settings describe; the cache closes it.
+        settings: see `kvtier config`.
+
+    Raises:
+        ConfigError, StoreUnavailableError: a setting cannot work, or the disk path cannot be used.
+    """
+
+    def __init__(
+        self, part_bytes: int, namespace: Mapping[str, object], *, disk: PartStore | None = None, **settings: object
+    ) -> None:
+        if part_bytes <= 0:
+            raise ConfigError(f"part_bytes is {part_bytes}: a part has at least one byte")
+        config = load_config(settings, environ=os.environ, extra_source="kvtier.open").config
+        self.config = config
+        self.part_bytes = part_bytes
+        space = Namespace({**namespace, "part_bytes": part_bytes})
+        slot = slot_bytes(part_bytes)
+        arena_bytes = config.dram_bytes // PAGE_BYTES * PAGE_BYTES
+        has_disk = disk is not None or config.disk_path is not None
+        staging = max(STAGING_SLOTS_MIN, min(STAGING_SLOTS_MAX, arena_bytes // 16 // slot)) if has_disk else 0
+        if arena_bytes < (staging + 2) * slot:
+            raise ConfigError(
+                f"dram_bytes is {config.dram_bytes:,}: parts take {slot:,} bytes, give at least {(staging + 2) * slot:,}"
+            )
+        require_memory(arena_bytes, "dram_bytes", available_memory_bytes())
+        arena = Arena(arena_bytes)
+        if disk is None and config.disk_path is not None:
+            disk = SegmentStore(
+                config.disk_path,
+                namespace=space.id,
+                capacity_bytes=config.disk_bytes,
+                durability=config.disk_durability,  # type: ignore[arg-type]
+                free_bytes_min=config.disk_free_bytes_min,
+                iodepth=config.io_depth,
+                arena=arena.view(0, arena_bytes),
+            )
+            write_manifest(space, config.disk_path)
+        # Address space as one region of "blocks" of one byte: a block's number is the address of a buffer.
+        layout = GroupLayout([Region(base=0, stride_bytes=1, page_bytes=part_bytes)], 1)
+        self._plane = DataPlane(
+            arena,
+            [layout],
+            MemoryCopyEngine(),
+            disk,
+            namespace=space.id,
+            slots_bytes=arena_bytes - staging * slot,
+            verify=config.verify_checksums,
+            load_deadline_s=config.load_deadline_s,
+        )
+        limits = StoreLimits(
+            slot_bytes=(slot,),
+            arena_bytes=self._plane.slots_bytes,
+            disk_bytes=config.disk_bytes if disk is not None else 0,
+            write_deadline_s=config.write_deadline_s,
+            dram_policy=config.dram_policy,
+            disk_policy=config.disk_policy,
+        )
+        self.store = TieredStore(limits, generation=self._plane.generation)
+        if disk is not None:
+            self.store.fill_from_disk([(e.key, 0, e.depth_tokens) for e in disk.entries()], time.monotonic())
+        self._lock = threading.Lock()
+        self._next_job = 0
+        self._ended: dict[int, JobResult] = {}
+        self._closed = False
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, are there."""
+        with self._lock:
+            self._step()
+            return self.store.leading_run(keys).length
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[ByteBuffer], *, depths_tokens: Sequence[int] = ()) -> int:
+        """Store `buffers` of `part_bytes` bytes each under `keys`; returns how many of them are there now.
+
+        The bytes are copied before it returns, and written to disk behind the caller's back. Same key, same bytes: a key that
+        is there already is left as it is.
+        """
+        addresses = [self._address(buffer, writable=False) for buffer in buffers]
+        depths = depths_tokens or range(1, len(keys) + 1)
+        parents = [None, *keys[:-1]]
+        wanted = [Part(*part) for part in zip(keys, [0] * len(keys), depths, parents, strict=True)]
+        with self._lock:
+            self._step()
+            end_s = time.monotonic() + self.config.write_deadline_s
+            # Where slots are all being written to disk, room comes with the next write that ends.
+            while (places := self.store.begin_store(wanted, time.monotonic())) is None and time.monotonic() < end_s:
+                self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
+                self._step()
+            if places:
+                address_of = dict(zip(keys, addresses, strict=True))
+                job = self._submit_store(places, [address_of[place.key] for place in places])
+                self._wait(job)
+                self.store.end_store([place.key for place in places], time.monotonic())
+                self._step()
+            return sum(self.store.leading_run([key]).length for key in keys)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[ByteBuffer]) -> int:
+        """Fill `buffers` with the parts under `keys`, from the first on; returns how many are whole.
+
+        What lies in a buffer after those is undefined. A part that turns out to be lost or wrong is a miss, and ends the prefix.
+        """
+        addresses = [self._address(buffer, writable=True) for buffer in buffers]
+        with self._lock:
+            self._step()
+            first = True
+            while True:
+                run = self.store.leading_run(keys)
+                if first:
+                    self.store.request(RequestInfo(keys, run.length), time.monotonic())
+                    first = False
+                if not run.length:
+                    return 0
+                self._next_job += 1
+                job = self._next_job
+                wanted = [Part(key, 0, depth) for depth, key in enumerate(keys[: run.length], start=1)]
+                plan = self.store.begin_load(wanted, str(job), time.monotonic())
+                self._plane.submit_load(job, plan.load_id, plan.parts, self._piece(addresses[: run.length]))
+                self._wait(job)
+                if self.store.end_load(str(job), time.monotonic()):
+                    self._step()
+                    return run.length
+                self._step()
+                if self.store.leading_run(keys).length >= run.length:
+                    # Nothing was lost: a deadline passed or a copy failed, and trying again would try the same.
+                    return 0
+
+    def reset(self) -> None:
+        """Forget everything, for good."""
+        with self._lock:
+            self.store.reset(time.monotonic())
+            self._step()
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until what was put is on disk, at most `deadline_s` seconds. True if it is, or was found not to fit."""
+        end_s = time.monotonic() + deadline_s
+        with self._lock:
+            self._step()
+            while self.store.has_pending() and time.monotonic() < end_s:
+                self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
+                self._step()
+            return not self.store.has_pending()
+
+    def close(self) -> bool:
+        """Flush, as long as `close_deadline_s` allows, and let go of everything. True if all was published."""
+        if self._closed:
+            return True
+        flushed = self.flush(self.config.close_deadline_s)
+        self._closed = True
+        return self._plane.close(self.config.close_deadline_s) and flushed
+
+    def __enter__(self) -> "Cache":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _address(self, buffer: ByteBuffer, *, writable: bool) -> int:
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        if array.nbytes != self.part_bytes:
+            raise ValueError(f"a buffer has {array.nbytes} bytes, and parts here have {self.part_bytes}")
+        if writable and not array.flags.writeable:
+            raise ValueError("a buffer to be filled is read-only: pass a bytearray, or a writable array")
+        return array.ctypes.data
+
+    def _piece(self, addresses: Sequence[int]) -> list[Piece]:
+        return [Piece(0, tuple(range(len(addresses))), np.array(addresses, dtype=np.int64), 0)]
+
+    def _submit_store(self, places: Sequence[PartPlace], addresses: Sequence[int]) -> int:
+        self._next_job += 1
+        self._plane.submit_store(self._next_job, places, self._piece(addresses))
+        return self._next_job
+
+    def _step(self) -> None:
+        """One turn between the planes, as an engine makes one a step."""
+        if self._closed:
+            raise StoreUnavailableError("the cache is closed: open another one")
+        now_s = time.monotonic()
+        results, outcomes = self._plane.poll()
+        self._ended.update((result.job_id, result) for result in results)
+        for outcome in outcomes:
+            self.store.apply(outcome, now_s)
+        self.store.tick(now_s)
+        self._plane.act(self.store.take_actions())
+
+    def _wait(self, job: int) -> None:
+        while job not in self._ended:
+            self._plane.wait_for_news(1.0)
+            self._step()
+        del self._ended[job]

@@ -1,0 +1,224 @@
+"""The scheduler's side of offloading: vLLM's manager interface over TieredStore."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.config import Config
+from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
+from kvtier.engine.vllm.metrics import stats_of
+from kvtier.errors import StoreUnavailableError
+from kvtier.policy.base import RequestInfo
+from kvtier.store.moves import Action, Outcome, Source
+from kvtier.store.tiered import Part, Presence, Run, StoreLimits, TieredStore
+
+logger = logging.getLogger(__name__)
+
+_HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DISK}
+
+
+class KVTierManager(OffloadingManager):
+    """Answers the scheduler out of a TieredStore, which begins with the workers' handshake.
+
+    Args:
+        config: the settings.
+        group_ids: vLLM's number of each offloaded group, in order; the store counts them from 0.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: Config, group_ids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.store: TieredStore | None = None
+        self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
+        self._clock = clock
+        self._reported: dict[str, int] = {}
+        self._last_stored: dict[str, dict[int, bytes]] = {}
+        self._live: set[str] = set()
+        self._declined: set[str] = set()
+        self._newly_declined: list[str] = []
+        self._waiting_since_s: dict[str, float] = {}
+        self._warned = False
+
+    # ---- start
+
+    def begin(self, ranks: Sequence[KVTierHandshake]) -> None:
+        """Start the store on what every rank has.
+
+        Raises StoreUnavailableError where the ranks cannot serve one index.
+        """
+        first = ranks[0]
+        for number, rank in enumerate(ranks):
+            if rank.slot_bytes != first.slot_bytes:
+                raise StoreUnavailableError(
+                    f"rank {number} has parts of {rank.slot_bytes} bytes and rank 0 of {first.slot_bytes}: kvtier needs ranks "
+                    "whose parts are equally large; use a pipeline split with equal stages, or pipeline_parallel_size=1"
+                )
+        limits = StoreLimits(
+            slot_bytes=first.slot_bytes,
+            arena_bytes=min(rank.slots_bytes for rank in ranks),
+            disk_bytes=min(rank.disk_bytes for rank in ranks),
+            rank_count=len(ranks),
+            write_deadline_s=self.config.write_deadline_s,
+            dram_policy=self.config.dram_policy,
+            disk_policy=self.config.disk_policy,
+        )
+        generation = max(rank.generation for rank in ranks)
+        self.store = TieredStore(limits, generation=generation)
+        if any(rank.generation != generation for rank in ranks):
+            logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
+            self.store.reset(self._clock())
+            return
+        common = set.intersection(*({key for key, _ in rank.entries} for rank in ranks))
+        entries = [
+            (key, self._group_of[get_offload_group_idx(OffloadKey(key))], depth)
+            for key, depth in first.entries
+            if key in common
+        ]
+        self.store.fill_from_disk(entries, self._clock())
+        if limits.disk_bytes:
+            logger.info("kvtier: %d parts found on disk that every rank has", len(entries))
+
+    def _started(self) -> TieredStore | None:
+        if self.store is None and not self._warned:
+            self._warned = True
+            logger.error("kvtier: the executor delivered no handshake of the workers: nothing is cached")
+        return self.store
+
+    # ---- lookups
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        store = self._started()
+        if store is None or req_context.req_id in self._declined:
+            return LookupResult.MISS
+        presence = store.presence(key)
+        if presence is Presence.PENDING:
+            return LookupResult.HIT_PENDING if self._may_wait(req_context.req_id, store) else LookupResult.MISS
+        return LookupResult.HIT if presence is Presence.HIT else LookupResult.MISS
+
+    def leading_run(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Run:
+        """How much of a request's prefix is there; past the lookup deadline only what is there now counts."""
+        store = self._started()
+        if store is None or req_context.req_id in self._declined:
+            return Run(0, False)
+        run = store.leading_run(keys)
+        if run.pending and not self._may_wait(req_context.req_id, store):
+            ready = 0
+            while ready < run.length and store.presence(keys[ready]) is Presence.HIT:
+                ready += 1
+            return Run(ready, False)
+        return run
+
+    def _may_wait(self, req_id: str, store: TieredStore) -> bool:
+        now_s = self._clock()
+        since_s = self._waiting_since_s.setdefault(req_id, now_s)
+        if now_s - since_s < self.config.lookup_deadline_s:
+            return True
+        store.counters["lookup_late"] += 1
+        return False
+
+    def request_seen(self, keys: Sequence[OffloadKey], hit_count: int) -> None:
+        """A request was looked up for the first time."""
+        if self.store is not None:
+            self.store.request(RequestInfo(keys, hit_count), self._clock())
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        if self.store is None:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
+        return _HIT_SOURCES.get(self.store.source(key), CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    # ---- loads and stores
+
+    def _parts(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[Part]:
+        last = self._last_stored.setdefault(req_context.req_id, {})
+        parts = []
+        for key in keys:
+            group = self._group_of[get_offload_group_idx(key)]
+            depth_tokens = req_context.get_offload_key_position(key) or 0
+            parts.append(Part(key, group, depth_tokens, last.get(group)))
+            last[group] = key
+        return parts
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        assert self.store is not None, "a load follows a hit, and hits follow the handshake"
+        plan = self.store.begin_load(self._parts(keys, req_context), req_context.req_id, self._clock())
+        return PartsSpec(plan.parts, plan.load_id)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        if self.store is None or self.store.end_load(req_context.req_id, self._clock()):
+            return
+        # Once is enough: the request is recomputed, and is not offered what may fail again.
+        if req_context.req_id in self._live:
+            self._declined.add(req_context.req_id)
+            self._newly_declined.append(req_context.req_id)
+
+    def take_declined(self) -> list[str]:
+        """Requests whose load failed since the last call: all that they compute is worth storing again."""
+        declined, self._newly_declined = self._newly_declined, []
+        return declined
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        store = self._started()
+        if store is None:
+            return PrepareStoreOutput([], PartsSpec([]), [])
+        places = store.begin_store(self._parts(keys, req_context), self._clock())
+        if places is None:
+            return None
+        return PrepareStoreOutput([OffloadKey(place.key) for place in places], PartsSpec(places), [])
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        if self.store is not None:
+            self.store.end_store(list(keys), self._clock())
+
+    # ---- requests, steps, outcomes
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._live.add(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._live.discard(req_context.req_id)
+        self._last_stored.pop(req_context.req_id, None)
+        self._waiting_since_s.pop(req_context.req_id, None)
+        self._declined.discard(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self.store is not None:
+            self.store.tick(self._clock())
+
+    def apply(self, outcomes: Sequence[Outcome]) -> None:
+        """Take the ranks' words of one step."""
+        if self.store is not None:
+            for outcome in outcomes:
+                self.store.apply(outcome, self._clock())
+            for line in self.store.take_notices():
+                logger.warning("kvtier: %s", line)
+
+    def take_actions(self) -> list[Action]:
+        """What the ranks have to do in this step."""
+        return self.store.take_actions() if self.store is not None else []
+
+    def has_pending_work(self) -> bool:
+        return self.store is not None and self.store.has_pending()
+
+    def reset_cache(self) -> None:
+        if self.store is not None:
+            self.store.reset(self._clock())
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        if self.store is None:
+            return None
+        return stats_of(self.store.counters, self._reported, self.store.gauges())

@@ -1,0 +1,172 @@
+"""The offloading spec: it builds the manager on the scheduler's side, and arena, disk store and data plane in each worker."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.config import Config
+from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
+from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane
+from kvtier.engine.vllm.fingerprint import namespace_of
+from kvtier.engine.vllm.manager import KVTierManager
+from kvtier.engine.vllm.messages import KVTierHandshake
+from kvtier.engine.vllm.metrics import definitions
+from kvtier.engine.vllm.worker import KVTierWorker, layouts_of
+from kvtier.errors import ConfigError
+from kvtier.identity.namespace import Namespace, write_manifest
+from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
+from kvtier.record.envelope import slot_bytes
+from kvtier.tier.disk.base import PartStore
+from kvtier.tier.disk.segment_store import SegmentStore
+
+logger = logging.getLogger(__name__)
+
+
+class KVTierSpec(OffloadingSpec):
+    """Built by `KVTierConnector`, which passes what upstream's factory does not: vLLM's and kvtier's own configuration."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return definitions()
+
+    def __init__(
+        self,
+        offloading: OffloadingConfig,
+        vllm_config: VllmConfig | None = None,
+        kv_cache_config: KVCacheConfig | None = None,
+        config: Config | None = None,
+    ) -> None:
+        if vllm_config is None or kv_cache_config is None or config is None:
+            raise ConfigError(
+                'KVTierSpec does not work under another connector: set "kv_connector": "KVTierConnector" and '
+                '"kv_connector_module_path": "kvtier.engine.vllm.connector", and leave spec_name away'
+            )
+        super().__init__(offloading)
+        self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        self.settings = config
+        self.offload_prompt_only = not config.store_decode_blocks
+        self.kv_caches: Mapping[str, torch.Tensor] = {}
+        self.handshake: KVTierHandshake | None = None
+        self._manager: KVTierManager | None = None
+        self._worker: KVTierWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = KVTierManager(self.settings, [group.group_id for group in self.config.groups])
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            self._worker = self._build_worker(kv_caches)
+        return self._worker
+
+    def _build_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
+        settings, parallel = self.settings, self.config.parallel
+        layouts = layouts_of(kv_caches, self.blocks_per_chunk)
+        sizes = tuple(slot_bytes(layout.payload_bytes) for layout in layouts)
+        namespace = namespace_of(
+            self.vllm_config, self.kv_cache_config, self.config, self.kv_caches, settings.namespace_label
+        )
+        rank_bytes = settings.dram_bytes // parallel.world_size // PAGE_BYTES * PAGE_BYTES
+        staging_bytes = 0
+        if settings.disk_path is not None:
+            wanted = max(STAGING_SLOTS_MIN, min(STAGING_SLOTS_MAX, rank_bytes // 16 // max(sizes)))
+            staging_bytes = wanted * max(sizes)
+        least_bytes = staging_bytes + 2 * sum(sizes)
+        if rank_bytes < least_bytes:
+            raise ConfigError(
+                f"dram_bytes is {settings.dram_bytes:,}, which is {rank_bytes:,} for each of {parallel.world_size} ranks: this "
+                f"model's parts take up to {max(sizes):,} bytes, set dram_bytes to at least "
+                f"{least_bytes * parallel.world_size:,}, or make parts smaller with blocks_per_chunk or vLLM's block_size"
+            )
+        require_memory(rank_bytes, "dram_bytes", available_memory_bytes())
+        arena = Arena(rank_bytes)
+        disk = self._open_disk(namespace, arena)
+        plane = DataPlane(
+            arena,
+            layouts,
+            self._copy_engine(arena, kv_caches.tensors[0].tensor.device),
+            disk,
+            namespace=namespace.id,
+            rank=parallel.rank,
+            slots_bytes=rank_bytes - staging_bytes,
+            verify=settings.verify_checksums,
+            load_deadline_s=settings.load_deadline_s,
+        )
+        entries = [(entry.key, entry.depth_tokens) for entry in disk.entries()] if disk is not None else []
+        disk_bytes = settings.disk_bytes // parallel.world_size if disk is not None else 0
+        self.handshake = KVTierHandshake(sizes, plane.slots_bytes, disk_bytes, plane.generation, entries)
+        logger.info(
+            "kvtier: rank %d: parts of %s bytes, %.2f GiB of DRAM, disk %s",
+            parallel.rank,
+            ", ".join(f"{size:,}" for size in sizes),
+            rank_bytes / 2**30,
+            settings.disk_path or "off",
+        )
+        return KVTierWorker(
+            plane,
+            self.blocks_per_chunk,
+            wait_deadline_s=settings.load_deadline_s,
+            close_deadline_s=settings.close_deadline_s,
+        )
+
+    def _open_disk(self, namespace: Namespace, arena: Arena) -> PartStore | None:
+        settings, parallel = self.settings, self.config.parallel
+        if settings.disk_path is None:
+            return None
+        root = settings.disk_path
+        if parallel.data_parallel_size > 1 and root.is_dir():
+            # Replicas are engines of their own: each owns a store.
+            root = root / f"replica_{parallel.data_parallel_index}"
+            root.mkdir(exist_ok=True)
+        store = SegmentStore(
+            root,
+            namespace=namespace.id,
+            rank=parallel.rank,
+            capacity_bytes=settings.disk_bytes // parallel.world_size,
+            durability=settings.disk_durability,  # type: ignore[arg-type]
+            free_bytes_min=settings.disk_free_bytes_min,
+            iodepth=settings.io_depth,
+            arena=arena.view(0, arena.capacity_bytes),
+        )
+        try:
+            write_manifest(namespace, root)
+        except BaseException:
+            store.close(0.0)
+            raise
+        for note in store.notes:
+            logger.warning("kvtier: disk: %s", note)
+        logger.info("kvtier: disk: I/O by %s, %s", store.io.name, store.io.chosen_because)
+        if store.arena_registered_reason:
+            logger.info("kvtier: disk: the arena is not registered with the kernel: %s", store.arena_registered_reason)
+        if not store.direct_io:
+            logger.warning(
+                "kvtier: disk_path %s is on a filesystem without direct I/O: reads and writes go through the page cache, which "
+                "costs memory and speed; a local ext4 or XFS has it",
+                settings.disk_path,
+            )
+        return store
+
+    @staticmethod
+    def _copy_engine(arena: Arena, device: torch.device) -> CopyEngine:
+        if device.type == "cpu":
+            return MemoryCopyEngine()
+        if current_platform.is_cuda_alike():
+            from kvtier.engine.vllm.cuda import CudaCopyEngine
+
+            return CudaCopyEngine(arena, device)
+        raise ConfigError(f"the engine's cache is on a {device.type} device: kvtier copies from CPUs and CUDA GPUs")

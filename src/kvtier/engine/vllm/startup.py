@@ -1,0 +1,114 @@
+"""What is checked and set before anything is allocated: versions, vLLM's settings, and what would silently give no hits."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from kvtier.config import Config, load_config
+from kvtier.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KNOWN_VLLM = ("0.32.",)
+KNOWN_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+# Names in kv_connector_extra_config that upstream's offloading reads itself.
+_UPSTREAM_NAMES = frozenset(
+    {"spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "self_describing_kv_events", "canonical_layout"}
+)
+_REPRODUCIBLE_HASHES = frozenset({"sha256", "sha256_cbor"})
+
+
+def show_log() -> None:
+    """Let kvtier's log appear where vLLM's does, unless somebody has given it handlers of its own."""
+    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """kvtier's configuration and where each value came from."""
+
+    config: Config
+    sources: Mapping[str, str]
+
+
+def read_settings(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Settings:
+    """kvtier's settings out of vLLM's configuration and the environment. Raises ConfigError."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        raise ConfigError("kvtier needs vLLM's --kv-transfer-config, see the README")
+    extra: dict[str, Any] = {
+        name: value for name, value in transfer.kv_connector_extra_config.items() if name not in _UPSTREAM_NAMES
+    }
+    if "offload_prompt_only" in extra:
+        extra.setdefault("store_decode_blocks", not extra["offload_prompt_only"])
+        del extra["offload_prompt_only"]
+    if transfer.kv_connector_extra_config.get("canonical_layout"):
+        raise ConfigError("canonical_layout is true: kvtier stores pages as the engine lays them out; leave it away")
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f'kv_role is {transfer.kv_role!r}: kvtier both stores and loads, set "kv_role": "kv_both"')
+    loaded = load_config(extra, environ=environ)
+    return Settings(loaded.config, loaded.sources)
+
+
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
+    """Refuse, with a way out, what is not known to work. Raises ConfigError."""
+    if not vllm.__version__.startswith(KNOWN_VLLM) and not config.accept_unknown:
+        raise ConfigError(
+            f"vLLM is {vllm.__version__}, and this kvtier is tested with {', '.join(v + 'x' for v in KNOWN_VLLM)}: install that "
+            "vLLM, or set accept_unknown=true to try it at your own risk"
+        )
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if not isinstance(spec, KNOWN_SPECS) and not config.accept_unknown:
+                raise ConfigError(
+                    f"this model caches {type(spec).__name__}, which kvtier is not known to restore rightly: serve it without "
+                    "kvtier, or set accept_unknown=true to try it at your own risk"
+                )
+
+
+def adjust_engine(vllm_config: VllmConfig) -> None:
+    """Set in vLLM what kvtier needs, and say aloud what would silently give no hits."""
+    assert vllm_config.kv_transfer_config is not None
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        logger.info("kvtier: kv_load_failure_policy is recompute: a failed load is a miss, not a failed request")
+    cache = vllm_config.cache_config
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm == "sha256":
+        cache.prefix_caching_hash_algo = "sha256_cbor"
+        logger.info(
+            "kvtier: prefix_caching_hash_algo is sha256_cbor, which every process and Python version reproduces"
+        )
+    elif algorithm not in _REPRODUCIBLE_HASHES and "PYTHONHASHSEED" not in os.environ:
+        logger.warning(
+            "kvtier: prefix_caching_hash_algo is %s and PYTHONHASHSEED is not set: every process hashes prompts its own way, and "
+            "nothing on disk will ever be found again after a restart. Use --prefix-caching-hash-algo sha256_cbor, or set "
+            "PYTHONHASHSEED to the same number for every engine",
+            algorithm,
+        )
+    if os.environ.get("PYTHONHASHSEED") == "random":
+        logger.warning(
+            "kvtier: PYTHONHASHSEED is 'random', which vLLM takes as a fixed seed of that text: hits work, but set a number"
+        )
+    if not cache.enable_prefix_caching:
+        logger.warning(
+            "kvtier: vLLM's own prefix caching is off: requests for the same prefix at the same time each load or compute it; "
+            "hybrid models need it on to be restored at all"
+        )

@@ -1,0 +1,1 @@
+"""A vLLM engine driven step by step, for tests and benchmarks."""

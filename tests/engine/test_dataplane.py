@@ -1,0 +1,328 @@
+"""The data plane on a real segment store and a cache of plain memory: good ends, and every bad one."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.engine.copying import MemoryCopyEngine
+from kvtier.engine.dataplane import DataPlane, JobResult
+from kvtier.engine.layout import GroupLayout, Piece, Ranges, Region
+from kvtier.memory.arena import Arena
+from kvtier.record.envelope import slot_bytes
+from kvtier.store.moves import (
+    NO_SLOT,
+    DeleteParts,
+    FenceDone,
+    LoadFailed,
+    LoadReleased,
+    Outcome,
+    PartPlace,
+    ResetTier,
+    Source,
+    StoreFailed,
+    WriteDone,
+    WriteParts,
+)
+from kvtier.testing.media import FaultyPartStore
+from kvtier.tier.disk.base import PartFailure
+from kvtier.tier.disk.segment_store import SegmentStore
+
+LAYERS, PAGE, BLOCKS = 3, 5000, 64
+NAMESPACE = b"n" * 16
+WAIT_S = 20.0
+
+
+class BrokenCopier(MemoryCopyEngine):
+    """Raises where told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = False
+
+    def to_arena(self, ranges: Ranges, after: object) -> None:
+        if self.broken:
+            raise RuntimeError("the copy broke")
+        super().to_arena(ranges, after)
+
+    def to_engine(self, ranges: Ranges, after: object) -> None:
+        if self.broken:
+            raise RuntimeError("the copy broke")
+        super().to_engine(ranges, after)
+
+
+class Rig:
+    """One rank: a cache of LAYERS tensors of BLOCKS pages, an arena, a disk, and the plane between them."""
+
+    def __init__(
+        self, path: Path, *, slots: int = 16, staging: int = 2, per_chunk: int = 1, deadline_s: float = 15.0
+    ) -> None:
+        path.mkdir(exist_ok=True)
+        self.cache = np.random.default_rng(1).integers(0, 255, (LAYERS, BLOCKS, PAGE), dtype=np.uint8)
+        regions = [Region(self.cache[layer].ctypes.data, PAGE, PAGE) for layer in range(LAYERS)]
+        self.layout = GroupLayout(regions, per_chunk)
+        self.slot = slot_bytes(self.layout.payload_bytes)
+        self.arena = Arena((slots + staging) * self.slot)
+        self.disk = FaultyPartStore(SegmentStore(path, namespace=NAMESPACE, capacity_bytes=200 * self.slot))
+        self.copier = BrokenCopier()
+        self.plane = DataPlane(
+            self.arena,
+            [self.layout],
+            self.copier,
+            self.disk,
+            namespace=NAMESPACE,
+            slots_bytes=slots * self.slot,
+            load_deadline_s=deadline_s,
+        )
+        self.results: dict[int, JobResult] = {}
+        self.outcomes: list[Outcome] = []
+        self.next_job = 0
+
+    def place(self, number: int, slot: int, source: Source = Source.DRAM) -> PartPlace:
+        return PartPlace(b"key%d" % number, 0, slot * self.slot if slot >= 0 else NO_SLOT, source)
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while not reached():
+            assert time.monotonic() < end_s, "it did not happen"
+            results, outcomes = self.plane.poll()
+            self.results.update((result.job_id, result) for result in results)
+            self.outcomes += outcomes
+            time.sleep(0.001)
+
+    def piece(self, count: int, blocks: list[int], first: int = 0) -> list[Piece]:
+        return [Piece(0, tuple(range(count)), np.array(blocks, dtype=np.int64), first)]
+
+    def store(self, parts: list[PartPlace], blocks: list[int]) -> JobResult:
+        self.next_job += 1
+        job = self.next_job
+        self.plane.submit_store(job, parts, self.piece(len(parts), blocks))
+        self.until(lambda: job in self.results)
+        return self.results[job]
+
+    def load(self, parts: list[PartPlace], blocks: list[int], first: int = 0, *, wait: bool = True) -> int:
+        self.next_job += 1
+        job = self.next_job
+        self.plane.submit_load(job, 1000 + job, parts, self.piece(len(parts), blocks, first))
+        if wait:
+            self.until(lambda: job in self.results)
+        return job
+
+    def write(self, parts: list[PartPlace]) -> WriteDone:
+        self.next_job += 1
+        move = self.next_job
+        self.plane.act([WriteParts(move, parts, [16] * len(parts))])
+        done: list[WriteDone] = []
+
+        def ended() -> bool:
+            done.extend(o for o in self.outcomes if isinstance(o, WriteDone) and o.move_id == move)
+            return bool(done)
+
+        self.until(ended)
+        return done[0]
+
+    def fill(self, count: int) -> None:
+        """Parts 0 to count-1 out of blocks 0 to count-1, in slots of the same number and on disk."""
+        parts = [self.place(n, n) for n in range(count)]
+        assert self.store(parts, list(range(count))).ok
+        assert self.write(parts).failed == {}
+
+    def failure(self, job: int) -> LoadFailed:
+        assert not self.results[job].ok
+        (found,) = [o for o in self.outcomes if isinstance(o, LoadFailed) and o.load_id == 1000 + job]
+        return found
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path / "disk")
+    yield made
+    made.plane.close(WAIT_S)
+
+
+def test_parts_come_back_from_dram_and_disk_in_one_load(rig: Rig) -> None:
+    rig.fill(8)
+    parts = [rig.place(n, n) for n in range(4)] + [rig.place(n, n + 4, Source.DISK) for n in range(4, 8)]
+    blocks = list(range(40, 48))
+    job = rig.load(parts, blocks)
+    assert rig.results[job].ok
+    assert rig.results[job].copied_bytes == 8 * LAYERS * PAGE
+    assert (rig.cache[:, 40:48] == rig.cache[:, 0:8]).all()
+    # What was read into slots stays there, sealed, and serves the next load from DRAM.
+    again = rig.load([rig.place(n, n + 4) for n in range(4, 8)], [50, 51, 52, 53])
+    assert rig.results[again].ok
+    assert (rig.cache[:, 50:54] == rig.cache[:, 4:8]).all()
+
+
+def test_reads_without_a_slot_pass_through_little_staging(rig: Rig) -> None:
+    rig.fill(9)
+    job = rig.load([rig.place(n, -1, Source.DISK) for n in range(9)], list(range(20, 29)))
+    assert rig.results[job].ok
+    assert (rig.cache[:, 20:29] == rig.cache[:, 0:9]).all()
+
+
+def test_the_first_chunk_may_be_in_the_engine_in_part(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", per_chunk=4)
+    parts = [rig.place(0, 0), rig.place(1, 1)]
+    assert rig.store(parts, list(range(8))).ok
+    before = rig.cache.copy()
+    job = rig.load(parts, [31, 32, 33, 34, 35], first=2)
+    assert rig.results[job].ok
+    before[:, 31:36] = before[:, 2:7]
+    assert (rig.cache == before).all()
+    rig.plane.close(WAIT_S)
+
+
+def test_a_chunk_that_lost_blocks_is_not_stored(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", per_chunk=4)
+    result = rig.store([rig.place(0, 0)], [1, 2, 3])
+    assert not result.ok
+    (failed,) = [o for o in rig.outcomes if isinstance(o, StoreFailed)]
+    assert failed.keys == [b"key0"] and "not whole" in failed.reason
+    rig.plane.close(WAIT_S)
+
+
+@pytest.mark.parametrize("slot", [9, -1])
+def test_a_flipped_bit_ends_the_load_and_names_its_key(rig: Rig, slot: int) -> None:
+    rig.fill(3)
+    rig.disk.flip.add(b"key1")
+    before = rig.cache[:, 31].copy()
+    parts = [rig.place(0, 8, Source.DISK), rig.place(1, slot, Source.DISK), rig.place(2, 10, Source.DISK)]
+    job = rig.load(parts, [30, 31, 32])
+    assert rig.failure(job).lost == {b"key1": "RecordChecksumError"}
+    assert (rig.cache[:, 31] == before).all(), "nothing unverified reaches the engine"
+
+
+def test_a_bit_flipped_in_dram_is_found_too(rig: Rig) -> None:
+    rig.fill(1)
+    rig.arena.view(0, rig.slot)[77] ^= 1
+    job = rig.load([rig.place(0, 0)], [30])
+    assert rig.failure(job).lost == {b"key0": "RecordChecksumError"}
+
+
+def test_another_keys_valid_record_is_refused(rig: Rig) -> None:
+    rig.fill(2)
+    job = rig.load([PartPlace(b"key0", 0, 1 * rig.slot)], [30])
+    assert rig.failure(job).lost == {b"key0": "RecordKeyError"}
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [(PartFailure.MISSING, "missing"), (PartFailure.SHORT, "short"), (PartFailure.IO, "io")],
+)
+def test_a_read_that_fails_names_its_key_and_reason(rig: Rig, failure: PartFailure, reason: str) -> None:
+    rig.fill(3)
+    rig.disk.fail[b"key2"] = failure
+    job = rig.load([rig.place(n, 8 + n, Source.DISK) for n in range(3)], [30, 31, 32])
+    (lost,) = rig.failure(job).lost.values()
+    assert lost.startswith(reason)
+
+
+def test_a_key_that_is_gone_is_missing(rig: Rig) -> None:
+    job = rig.load([rig.place(0, 0, Source.DISK), rig.place(1, 0, Source.MISSING)], [30, 31])
+    assert rig.failure(job).lost == {b"key1": "missing"}
+    job = rig.load([rig.place(0, 0, Source.DISK)], [30])
+    assert rig.failure(job).lost[b"key0"].startswith("missing")
+
+
+def test_a_copy_that_raises_fails_its_job_and_the_next_one_works(rig: Rig) -> None:
+    rig.fill(2)
+    rig.copier.broken = True
+    job = rig.load([rig.place(0, 0)], [30])
+    failure = rig.failure(job)
+    assert failure.lost == {} and "the copy broke" in failure.reason
+    assert not rig.store([rig.place(7, 7)], [7]).ok
+    rig.copier.broken = False
+    assert rig.results[rig.load([rig.place(0, 0)], [30])].ok
+    assert rig.store([rig.place(7, 7)], [7]).ok
+
+
+def test_a_disk_that_raises_fails_jobs_not_threads(rig: Rig) -> None:
+    rig.fill(1)
+    rig.disk.raises = OSError(5, "no disk")
+    assert "no disk" in rig.failure(rig.load([rig.place(0, 9, Source.DISK)], [30])).reason
+    assert "no disk" in rig.write([rig.place(0, 0)]).failed[b"key0"]
+    rig.disk.raises = None
+    assert rig.results[rig.load([rig.place(0, 9, Source.DISK)], [30])].ok
+
+
+def test_writes_that_fail_say_why(rig: Rig) -> None:
+    assert rig.store([rig.place(0, 0)], [0]).ok
+    rig.disk.write_failure = PartFailure.NO_SPACE
+    assert rig.write([rig.place(0, 0)]).failed == {b"key0": "no_space: injected"}
+
+
+def test_a_stalled_read_ends_at_the_deadline_and_owns_its_slot_until_it_ends(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", deadline_s=0.05)
+    rig.fill(2)
+    rig.disk.stall()
+    before = rig.cache.copy()
+    job = rig.load([rig.place(0, 8, Source.DISK), rig.place(1, -1, Source.DISK)], [30, 31])
+    failure = rig.failure(job)
+    assert failure.held and "deadline" in failure.reason
+    assert not [o for o in rig.outcomes if isinstance(o, LoadReleased)]
+    rig.disk.resume()
+    rig.until(lambda: LoadReleased(1000 + job) in rig.outcomes)
+    assert (rig.cache == before).all(), "a read that came late was copied into blocks given away"
+    rig.plane.close(WAIT_S)
+
+
+def test_wait_gives_up_at_its_deadline_and_then_nothing_is_copied(rig: Rig) -> None:
+    rig.fill(1)
+    rig.disk.stall()
+    job = rig.load([rig.place(0, 8, Source.DISK)], [30], wait=False)
+    assert not rig.plane.wait({job}, 0.01)
+    before = rig.cache.copy()
+    rig.disk.resume()
+    rig.until(lambda: job in rig.results)
+    assert "given up" in rig.failure(job).reason
+    assert (rig.cache == before).all()
+    assert rig.plane.wait({job, 999}, 0.0)
+
+
+def test_a_reset_drops_what_is_on_disk_and_answers_behind_earlier_jobs(rig: Rig) -> None:
+    rig.fill(2)
+    rig.disk.stall()
+    job = rig.load([rig.place(0, 8, Source.DISK)], [30], wait=False)
+    rig.plane.act([ResetTier(5, 77)])
+    rig.until(lambda: rig.disk.generation == 5)
+    assert FenceDone(77) not in rig.outcomes
+    rig.disk.resume()
+    rig.until(lambda: FenceDone(77) in rig.outcomes)
+    assert job in rig.results
+    assert "missing" in rig.failure(rig.load([rig.place(1, 9, Source.DISK)], [31])).lost[b"key1"]
+    # What is stored now carries the new generation, and loads ask for it.
+    rig.fill(1)
+    assert rig.results[rig.load([rig.place(0, 9, Source.DISK)], [32])].ok
+
+
+def test_deleted_parts_are_missing(rig: Rig) -> None:
+    rig.fill(2)
+    rig.plane.act([DeleteParts([b"key0"])])
+    assert rig.write([rig.place(1, 1)]).failed == {}
+    assert rig.failure(rig.load([rig.place(0, 9, Source.DISK)], [30])).lost[b"key0"].startswith("missing")
+
+
+def test_parts_survive_into_the_next_plane_on_one_path(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk")
+    rig.fill(3)
+    assert rig.plane.close(WAIT_S)
+    expected = rig.cache[:, :3].copy()
+    rig = Rig(tmp_path / "disk")
+    rig.cache[:] = 0
+    assert sorted(entry.key for entry in rig.disk.entries()) == [b"key0", b"key1", b"key2"]
+    assert rig.results[rig.load([rig.place(n, n, Source.DISK) for n in range(3)], [10, 11, 12])].ok
+    assert (rig.cache[:, 10:13] == expected).all()
+    rig.plane.close(WAIT_S)
+
+
+def test_without_a_disk_loads_and_writes_of_it_fail_cleanly(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk")
+    rig.plane.close(WAIT_S)
+    plane = DataPlane(rig.arena, [rig.layout], rig.copier, None, namespace=NAMESPACE)
+    rig.plane = plane
+    assert "no disk" in rig.failure(rig.load([rig.place(0, 1, Source.DISK)], [3])).lost[b"key0"]
+    assert "no disk" in rig.write([rig.place(0, 0)]).failed[b"key0"]
+    assert plane.close(WAIT_S)

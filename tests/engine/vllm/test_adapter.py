@@ -1,0 +1,280 @@
+"""The vLLM adapter without an engine: the manager's answers, the dealing of blocks to parts, metrics, and the checks at start.
+
+Needs vLLM's Python, not an engine: a contract test of what we use of it.
+"""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed in this environment: make test has it")
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingCounterMetadata,
+    ReqContext,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.config import Config
+from kvtier.engine.vllm import metrics, startup
+from kvtier.engine.vllm.manager import KVTierManager
+from kvtier.engine.vllm.messages import KVTierHandshake, KVTierWorkerMetadata, PartsSpec
+from kvtier.engine.vllm.worker import layouts_of, pieces_of
+from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.store.moves import LoadFailed, PartPlace, WriteDone, WriteParts
+
+pytestmark = pytest.mark.engine
+SLOT = 8192
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def handshake(**changes: Any) -> KVTierHandshake:
+    values = {
+        "slot_bytes": (SLOT, SLOT),
+        "slots_bytes": 8 * SLOT,
+        "disk_bytes": 64 * SLOT,
+        "generation": 0,
+        "entries": [],
+    }
+    return KVTierHandshake(**(values | changes))
+
+
+def make_manager(*ranks: KVTierHandshake, clock: Clock | None = None) -> KVTierManager:
+    manager = KVTierManager(Config(), group_ids=[2, 5], clock=clock or Clock())
+    manager.begin(ranks or [handshake()])
+    return manager
+
+
+def keys(count: int, group: int = 2) -> list[Any]:
+    return [make_offload_key(bytes([n]) * 32, group) for n in range(count)]
+
+
+def context(name: str = "r") -> ReqContext:
+    return ReqContext(req_id=name)
+
+
+def store(manager: KVTierManager, wanted: list[Any], ctx: ReqContext) -> None:
+    output = manager.prepare_store(wanted, ctx)
+    assert output is not None
+    assert output.keys_to_store == wanted
+    manager.complete_store(wanted, ctx)
+
+
+def write_all(manager: KVTierManager) -> None:
+    manager.apply(
+        [WriteDone(action.move_id, {}) for action in manager.take_actions() if isinstance(action, WriteParts)]
+    )
+
+
+def test_a_part_is_pending_then_hit_and_its_source_is_named() -> None:
+    manager, ctx = make_manager(), context()
+    manager.on_new_request(ctx)
+    (key,) = keys(1)
+    assert manager.lookup(key, ctx) is LookupResult.MISS
+    output = manager.prepare_store([key], ctx)
+    assert output is not None and output.store_spec.parts[0].group == 0  # type: ignore[attr-defined]
+    assert manager.lookup(key, ctx) is LookupResult.HIT_PENDING
+    manager.complete_store([key], ctx)
+    assert manager.lookup(key, ctx) is LookupResult.HIT
+    assert manager.get_load_source(key, ctx) is CacheHitSource.HOST
+    assert manager.has_pending_work()
+    write_all(manager)
+    assert not manager.has_pending_work()
+
+
+def test_waiting_for_a_pending_part_has_a_deadline() -> None:
+    clock = Clock()
+    manager, ctx = make_manager(clock=clock), context()
+    wanted = keys(3)
+    store(manager, wanted[:1], ctx)
+    manager.prepare_store(wanted[1:2], ctx)
+    assert manager.leading_run(wanted, ctx) == (2, True)
+    clock.now_s = Config().lookup_deadline_s + 1
+    assert manager.leading_run(wanted, ctx) == (1, False)
+    assert manager.lookup(wanted[1], ctx) is LookupResult.MISS
+    assert manager.leading_run(wanted, context("another")) == (2, True)
+
+
+def test_a_failed_load_is_not_offered_to_its_request_again() -> None:
+    manager, ctx = make_manager(), context()
+    manager.on_new_request(ctx)
+    wanted = keys(2)
+    store(manager, wanted, ctx)
+    spec = manager.prepare_load(wanted, ctx)
+    assert isinstance(spec, PartsSpec)
+    manager.apply([LoadFailed(spec.load_id, {wanted[1]: "RecordChecksumError"}, "")])
+    manager.complete_load(wanted, ctx)
+    assert manager.leading_run(wanted, ctx) == (0, False)
+    assert manager.leading_run(wanted, context("another")) == (1, False)
+    manager.on_request_finished(ctx)
+    assert manager.leading_run(wanted, ctx) == (1, False)
+
+
+def test_only_what_every_rank_has_counts_at_start() -> None:
+    a, b, c = keys(3)
+    manager = make_manager(
+        handshake(entries=[(a, 128), (b, 256)]), handshake(entries=[(b, 256), (c, 384)]), handshake(entries=[(b, 256)])
+    )
+    assert [manager.lookup(key, context()) for key in (a, b, c)] == [
+        LookupResult.MISS,
+        LookupResult.HIT,
+        LookupResult.MISS,
+    ]
+    assert manager.get_load_source(b, context()) is CacheHitSource.DISK
+
+
+def test_a_reset_that_reached_some_ranks_starts_empty() -> None:
+    manager = make_manager(handshake(entries=[(keys(1)[0], 128)], generation=3), handshake(generation=4))
+    assert manager.lookup(keys(1)[0], context()) is LookupResult.MISS
+    assert manager.store is not None and manager.store.generation == 5
+
+
+def test_ranks_with_other_sizes_are_refused() -> None:
+    with pytest.raises(StoreUnavailableError, match="equally large"):
+        make_manager(handshake(), handshake(slot_bytes=(SLOT, 2 * SLOT)))
+
+
+def test_without_a_handshake_nothing_is_cached_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    manager, ctx = KVTierManager(Config(), group_ids=[0]), context()
+    with caplog.at_level(logging.ERROR):
+        assert manager.lookup(keys(1, 0)[0], ctx) is LookupResult.MISS
+        output = manager.prepare_store(keys(1, 0), ctx)
+    assert output is not None and output.keys_to_store == []
+    assert len(caplog.records) == 1
+    assert not manager.has_pending_work() and manager.get_stats() is None
+
+
+def test_blocks_are_dealt_to_parts_group_after_group() -> None:
+    parts = [PartPlace(b"a", 0, 0), PartPlace(b"b", 0, 0), PartPlace(b"c", 1, 0)]
+    spec = GPULoadStoreSpec([7, 8, 9, 3], group_sizes=[3, 1], block_indices=[5, 4])
+    load = pieces_of(spec, parts, 4, is_load=True)
+    assert [(p.group, p.parts, p.block_ids.tolist(), p.first) for p in load] == [
+        (0, (0, 1), [7, 8, 9], 1),
+        (1, (2,), [3], 0),
+    ]
+    stored = pieces_of(spec, parts, 4, is_load=False)
+    assert [p.first for p in stored] == [0, 0]
+    empty = GPULoadStoreSpec([4], group_sizes=[0, 1], block_indices=[0, 0])
+    assert [p.group for p in pieces_of(empty, parts[2:], 1, is_load=True)] == [1]
+
+
+def test_layouts_follow_strides_and_leave_padding_out() -> None:
+    tensor = torch.zeros((10, 96), dtype=torch.int8)
+    padded = tensor[:, :64]
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(padded, 64)], [[CanonicalKVCacheRef(0, 40)], [CanonicalKVCacheRef(0, 64)]]
+    )
+    first, second = layouts_of(caches, 2)
+    assert (first.payload_bytes, second.payload_bytes) == (80, 128)
+    assert first.regions[0].stride_bytes == 96 and first.regions[0].base == tensor.data_ptr()
+
+
+def test_metadata_of_ranks_adds_up() -> None:
+    one = KVTierWorkerMetadata(completed_jobs={1: 1}, outcomes=[WriteDone(1, {})])
+    two = KVTierWorkerMetadata(completed_jobs={1: 1, 2: 1}, outcomes=[WriteDone(2, {})])
+    merged = one.aggregate(two)
+    assert merged.completed_jobs == {1: 2, 2: 1} and [o.move_id for o in merged.outcomes] == [1, 2]  # type: ignore[union-attr]
+
+
+def test_every_metric_reported_is_declared_and_only_changes_are() -> None:
+    manager, ctx = make_manager(), context()
+    wanted = keys(2)
+    store(manager, wanted, ctx)
+    spec = manager.prepare_load(wanted, ctx)
+    assert isinstance(spec, PartsSpec)
+    manager.apply([LoadFailed(spec.load_id, {wanted[0]: "io: [Errno 5] a detail"}, "")])
+    manager.complete_load(wanted, ctx)
+    declared = metrics.definitions()
+    stats = manager.get_stats()
+    assert stats is not None
+    values = stats.data["data"]
+    assert values.keys() <= declared.keys()
+    for name, by_label in values.items():
+        assert all(len(labels) == len(declared[name].labelnames) for labels in by_label)
+    assert values["kvtier:load_failed_by_reason"] == {("io",): 1}
+    again = manager.get_stats()
+    assert again is not None
+    assert not [n for n in again.data["data"] if isinstance(declared[n], OffloadingCounterMetadata)]
+
+
+def test_group_numbers_are_vllms() -> None:
+    manager, ctx = make_manager(), context()
+    output = manager.prepare_store(keys(1, 2) + keys(1, 5), ctx)
+    assert output is not None
+    assert [get_offload_group_idx(key) for key in output.keys_to_store] == [2, 5]
+    assert [part.group for part in output.store_spec.parts] == [0, 1]  # type: ignore[attr-defined]
+
+
+def vllm_config(**changes: Any) -> Any:
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=changes.pop("extra", {}),
+        kv_role=changes.pop("role", "kv_both"),
+        kv_load_failure_policy="fail",
+    )
+    cache = SimpleNamespace(prefix_caching_hash_algo=changes.pop("algorithm", "sha256"), enable_prefix_caching=True)
+    return SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
+
+
+def test_settings_are_read_and_mistakes_refused() -> None:
+    settings = startup.read_settings(vllm_config(extra={"dram_bytes": "8MiB", "blocks_per_chunk": 2}), {})
+    assert settings.config.dram_bytes == 8 << 20
+    assert not startup.read_settings(vllm_config(extra={"offload_prompt_only": True}), {}).config.store_decode_blocks
+    for wrong, message in (
+        ({"extra": {"dram_byte": 1}}, "dram_bytes"),
+        ({"role": "kv_consumer"}, "kv_both"),
+        ({"extra": {"canonical_layout": True}}, "canonical_layout"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            startup.read_settings(vllm_config(**wrong), {})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "warned"), [("xxhash", None, True), ("xxhash", "0", False), ("sha256", None, False)]
+)
+def test_what_would_give_no_hits_is_said(
+    algorithm: str, seed: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    config = vllm_config(algorithm=algorithm)
+    with caplog.at_level(logging.WARNING):
+        startup.adjust_engine(config)
+    assert bool([r for r in caplog.records if "nothing on disk will ever be found" in r.getMessage()]) == warned
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert config.cache_config.prefix_caching_hash_algo == ("sha256_cbor" if algorithm == "sha256" else algorithm)
+
+
+def test_another_vllm_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup.vllm, "__version__", "0.99.0")
+    groups = SimpleNamespace(kv_cache_groups=[])
+    with pytest.raises(ConfigError, match=r"vLLM is 0\.99\.0.*accept_unknown"):
+        startup.check_engine(vllm_config(), groups, Config())
+    startup.check_engine(vllm_config(), groups, Config(accept_unknown=True))
+
+
+def test_a_model_with_an_unknown_cache_is_refused() -> None:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace())
+    with pytest.raises(ConfigError, match="SimpleNamespace.*accept_unknown"):
+        startup.check_engine(vllm_config(), SimpleNamespace(kv_cache_groups=[group]), Config())
+
+
+def test_ids_are_numpy_arrays_of_one_kind() -> None:
+    (piece,) = pieces_of(GPULoadStoreSpec([1], [1], [0]), [PartPlace(b"a", 0, 0)], 1, is_load=True)
+    assert piece.block_ids.dtype == np.int64

@@ -1,0 +1,63 @@
+"""Namespaces are equal exactly where all their fields are; manifests protect directories."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import StoreUnavailableError
+from kvtier.identity.namespace import Namespace, file_fingerprint, write_manifest
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+_FIELDS = st.dictionaries(st.text(max_size=3), _VALUES, max_size=4)
+
+
+def test_the_id_is_fixed_for_ever() -> None:
+    assert Namespace({"b": [1, None], "a": "x"}).id.hex() == "a8d71f64d3dc772b9eb4e657b383397a"
+
+
+@given(_FIELDS, _FIELDS)
+def test_ids_are_equal_exactly_where_fields_are(one: dict[str, object], two: dict[str, object]) -> None:
+    same = json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True)
+    assert (Namespace(one).id == Namespace(two).id) == same
+    assert Namespace(dict(reversed(one.items()))).id == Namespace(one).id
+
+
+def test_a_manifest_is_readable_and_is_kept(tmp_path: Path) -> None:
+    namespace = Namespace({"model": "tiny", "rank": 0})
+    directory = write_manifest(namespace, tmp_path)
+    assert directory == tmp_path / namespace.id.hex()
+    text = (directory / "manifest.json").read_text()
+    assert json.loads(text)["fields"] == {"model": "tiny", "rank": 0}
+    write_manifest(namespace, tmp_path)
+    assert (directory / "manifest.json").read_text() == text
+    assert [path.name for path in directory.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": 99}', '{"format": 1, "fields": {"model": "other"}}', "[]"])
+def test_a_manifest_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    namespace = Namespace({"model": "tiny"})
+    directory = namespace.directory(tmp_path)
+    directory.mkdir()
+    (directory / "manifest.json").write_text(content)
+    with pytest.raises(StoreUnavailableError, match="move .* away"):
+        write_manifest(namespace, tmp_path)
+    assert (directory / "manifest.json").read_text() == content
+
+
+def test_file_fingerprints_see_size_start_and_end(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    prints = set()
+    for content in (b"a" * 100, b"a" * 101, b"b" + b"a" * 99, b"a" * 99 + b"b", b""):
+        path.write_bytes(content)
+        prints.add(file_fingerprint(path, sample_bytes=10))
+    assert len(prints) == 5
+    copy = tmp_path / "copy"
+    copy.write_bytes(b"")
+    assert file_fingerprint(copy) == file_fingerprint(path)

@@ -1,0 +1,243 @@
+"""The MEMORY byte store: the shipped suite and state machine, and what only it promises."""
+
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvtier.errors import ConfigError
+from kvtier.memory.base import ByteStore, NoRoomError, PutResult, StillLeasedError
+from kvtier.memory.bytestore import MemoryByteStore, same_bytes, take_value
+from kvtier.policy.registry import policy_names
+from kvtier.testing.bytestore_machine import bytestore_machine
+from kvtier.testing.bytestore_suite import ByteStoreSuite
+
+
+class TestMemory(ByteStoreSuite):
+    def make_store(self, capacity_bytes: int) -> ByteStore:
+        return MemoryByteStore(capacity_bytes)
+
+
+TestMemoryMachine = bytestore_machine(MemoryByteStore).TestCase
+TestMemoryMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_the_machine_for_longer() -> None:
+    run_state_machine_as_test(
+        bytestore_machine(MemoryByteStore), settings=settings(max_examples=400, stateful_step_count=50, deadline=None)
+    )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_contiguous_read_only_views_are_borrowed_and_the_rest_is_copied() -> None:
+    array = np.arange(1000, dtype=np.float64)
+    array.flags.writeable = False
+    taken = take_value(memoryview(array))
+    assert isinstance(taken, memoryview)
+    assert np.shares_memory(np.frombuffer(taken, np.uint8), array)
+    value = b"value"
+    assert take_value(value) is value
+    for copied in (
+        bytearray(b"x"),
+        memoryview(bytearray(b"x")),
+        memoryview(value)[::2],
+        memoryview(np.asfortranarray(np.ones((3, 4)))),
+    ):
+        assert type(take_value(copied)) is bytes
+
+
+def test_a_borrowed_view_is_the_owners_to_keep_unchanged() -> None:
+    """Read-only says only that the store cannot write there: this is the documented hazard, not a promise."""
+    behind = bytearray(b"value")
+    store = MemoryByteStore(100)
+    store.put(b"key", memoryview(behind).toreadonly())
+    behind[0] = ord("V")
+    assert store.get(b"key") == b"Value"
+    with pytest.raises(BufferError):
+        behind.extend(b"x")
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_registered_policy_serves(policy: str) -> None:
+    store = MemoryByteStore(1000, policy=policy.upper())
+    assert store.policy_name == policy
+    for number in range(500):
+        store.put(b"%d" % number, bytes(number % 50))
+        store.get(b"%d" % (number // 2))
+        if number % 7 == 0:
+            store.delete(b"%d" % (number - 1))
+        assert store.used_bytes <= 1000
+        assert len(store._policy) == len(store)
+    with store.owner("reader") as owner:
+        for number in range(500):
+            owner.lease(b"%d" % number)
+        if store.used_bytes > 500:
+            with pytest.raises(NoRoomError):
+                store.put(b"large", bytes(501))
+    assert store.put(b"large", bytes(1000)) is PutResult.STORED
+    assert store.stats().evicted > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"capacity_bytes": 0}, "capacity_bytes"),
+        ({"capacity_bytes": -5}, "-5"),
+        ({"capacity_bytes": 1, "records_max": 0}, "records_max"),
+        ({"capacity_bytes": 1, "policy": "mru"}, "'mru'.*lru"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        MemoryByteStore(**settings)
+
+
+def test_records_max_bounds_values_without_length() -> None:
+    store = MemoryByteStore(10, records_max=3)
+    for number in range(5):
+        store.put(b"%d" % number, b"")
+    assert [number for number in range(5) if store.exists(b"%d" % number)] == [2, 3, 4]
+    with store.owner("reader") as owner:
+        for number in (2, 3, 4):
+            owner.lease(b"%d" % number)
+        with pytest.raises(NoRoomError):
+            store.put(b"5", b"")
+        assert len(store) == 3
+
+
+def test_ages_of_leases_and_the_deadline_of_close_are_the_clocks() -> None:
+    clock = Clock()
+    store = MemoryByteStore(10, clock_s=clock)
+    store.put(b"key", b"value")
+    owner = store.owner("engine")
+    owner.lease(b"key", "load")
+    clock.now_s += 2.5
+    assert [info.held_s for info in store.leases()] == [2.5]
+    assert str(store.leases()[0]) == "'engine' holds 6b6579 (5 bytes, 2.500 s) in scope 'load'"
+
+    def ticking() -> Iterator[float]:
+        while True:
+            clock.now_s += 10
+            yield clock.now_s
+
+    ticks = ticking()
+    store._clock_s = lambda: next(ticks)
+    with pytest.raises(StillLeasedError, match="within 5 s"):
+        store.close(5)
+
+
+def test_close_names_a_few_of_many_holders() -> None:
+    store = MemoryByteStore(100)
+    store.put(b"key", b"value")
+    owner = store.owner("engine")
+    for number in range(20):
+        owner.lease(b"key", f"load-{number}")
+    with pytest.raises(StillLeasedError, match=r"load-7.*and 12 more") as caught:
+        store.close(0)
+    assert len(caught.value.holders) == 20
+
+
+def test_a_lost_owner_lets_close_end() -> None:
+    store = MemoryByteStore(100)
+    store.put(b"key", b"value")
+    owners = [store.owner("crashed")]
+    owners[0].lease(b"key")
+    thread = threading.Thread(target=store.close, args=(60,))
+    thread.start()
+    while not store.closed:
+        pass
+    owners.clear()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(store) == 0
+
+
+def test_stats_count_what_happened() -> None:
+    store = MemoryByteStore(20)
+    store.put(b"a", bytes(10))
+    store.put(b"a", bytes(10))
+    store.put(b"b", bytes(10))
+    store.get(b"a")
+    store.get(b"z")
+    store.put(b"c", bytes(5))
+    with pytest.raises(NoRoomError):
+        store.put(b"d", bytes(21))
+    store.delete(b"c")
+    with store.owner("reader") as owner:
+        owner.lease(b"a")
+        owner.lease(b"a")
+        stats = store.stats()
+    assert (stats.records, stats.used_bytes, stats.leased_records, stats.leased_bytes) == (1, 10, 1, 10)
+    assert (stats.hits, stats.misses, stats.stored, stats.unchanged) == (3, 1, 3, 1)
+    assert (stats.evicted, stats.deleted, stats.conflicts, stats.no_room) == (1, 1, 0, 1)
+
+
+def test_same_bytes() -> None:
+    long = bytes(range(256)) * 1000
+    assert same_bytes(long, memoryview(long))
+    assert same_bytes(memoryview(long), memoryview(bytearray(long)))
+    assert not same_bytes(memoryview(long), long[:-1])
+    assert not same_bytes(memoryview(long), long[:-1] + b"\0")
+
+
+def test_what_the_capacity_leaves_out_is_what_is_documented() -> None:
+    """About 400 bytes a record, beside the value: see docs/formats.md."""
+    store = MemoryByteStore(1 << 30)
+    records = 10_000
+    keys = [number.to_bytes(32, "little") for number in range(records)]
+    value = bytes(100)
+    tracemalloc.start()
+    for key in keys:
+        store.put(key, value)
+    overhead = tracemalloc.get_traced_memory()[0] / records
+    tracemalloc.stop()
+    assert 100 < overhead < 500, f"{overhead} bytes a record, Python {sys.version}"
+
+
+def test_a_put_that_cannot_be_admitted_is_refused_without_a_walk() -> None:
+    store = MemoryByteStore(1000)
+    owner = store.owner("reader")
+    for number in range(100):
+        store.put(b"%d" % number, bytes(10))
+        owner.lease(b"%d" % number)
+    walks = []
+    store._policy.candidates = lambda *_, **__: walks.append(1) or iter(())  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(NoRoomError, match="1000 of them, in 100 records, are under 100 leases"):
+        store.put(b"more", bytes(1))
+    assert not walks
+
+
+@pytest.mark.slow
+def test_a_million_records_behave_like_ten_thousand() -> None:
+    def filled(records: int) -> MemoryByteStore:
+        store = MemoryByteStore(records)
+        for number in range(records):
+            store.put(number.to_bytes(8, "little"), b"x")
+        return store
+
+    stores = {records: filled(records) for records in (10_000, 1_000_000)}
+    best = dict.fromkeys(stores, float("inf"))
+    count = 1
+    for _ in range(10):
+        for records, store in stores.items():
+            start = time.thread_time()
+            for number in range(count, count + 5000):
+                store.put(number.to_bytes(8, "big"), b"x")
+            best[records] = min(best[records], time.thread_time() - start)
+            count += 5000
+            assert len(store) == records
+    assert best[1_000_000] < 3 * best[10_000], best

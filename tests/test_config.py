@@ -1,0 +1,86 @@
+"""Where settings come from, who wins, and what is refused."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Config, load_config, parse_bytes
+from kvtier.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(4096, 4096), ("4096", 4096), ("256MiB", 256 << 20), ("1.5 GiB", 3 << 29), ("2gb", 2 * 10**9), ("1 KB", 1000)],
+)
+def test_sizes(text: object, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 XiB", None, True, [1], "1e9"])
+def test_sizes_that_are_none(text: object) -> None:
+    with pytest.raises(ValueError, match="256MiB"):
+        parse_bytes(text)
+
+
+def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text('dram_bytes = "1GiB"\nio_depth = 4\ndisk_bytes = 1000\n')
+    environ = {
+        "KVTIER_CONFIG": str(file),
+        "KVTIER_IO_DEPTH": "8",
+        "KVTIER_DISK_BYTES": "2000",
+        "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": "2",
+        "PATH": "/bin",
+    }
+    loaded = load_config({"disk_bytes": 3000}, environ=environ)
+    assert loaded.config.dram_bytes == 2 << 30
+    assert (loaded.config.io_depth, loaded.config.disk_bytes) == (8, 3000)
+    assert loaded.sources["dram_bytes"] == "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB"
+    assert loaded.sources["io_depth"] == "KVTIER_IO_DEPTH"
+    assert loaded.sources["disk_bytes"] == "kv_connector_extra_config"
+    assert loaded.sources["dram_policy"] == "default"
+
+
+def test_an_unknown_setting_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config: setting 'dram_byte' .* 'dram_bytes'"):
+        load_config({"dram_byte": 1}, environ={})
+    with pytest.raises(ConfigError, match="KVTIER_DISK_PAHT.*disk_path"):
+        load_config(environ={"KVTIER_DISK_PAHT": "/x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dram_bytes", "lots"),
+        ("dram_bytes", 0),
+        ("io_depth", 0),
+        ("io_depth", 1.5),
+        ("store_decode_blocks", "maybe"),
+        ("disk_durability", "paranoid"),
+        ("dram_policy", "magic"),
+        ("load_deadline_s", -1),
+    ],
+)
+def test_a_bad_value_names_setting_value_and_way_out(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        load_config({name: value}, environ={})
+    assert repr(value) in str(caught.value)
+
+
+def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="KVTIER_CONFIG"):
+        load_config(environ={"KVTIER_CONFIG": str(tmp_path / "no.toml")})
+    (tmp_path / "bad.toml").write_text("= nonsense")
+    with pytest.raises(ConfigError, match="KVTIER_CONFIG"):
+        load_config(environ={"KVTIER_CONFIG": str(tmp_path / "bad.toml")})
+
+
+def test_py_kvcache_names_are_taken() -> None:
+    assert load_config({"iodepth": 3}, environ={}).config.io_depth == 3
+
+
+def test_every_setting_has_a_meaning_and_its_default_passes_its_own_check() -> None:
+    for item in fields(Config):
+        assert item.metadata["meaning"]
+        load_config({item.name: item.default}, environ={})

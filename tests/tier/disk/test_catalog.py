@@ -1,0 +1,102 @@
+"""The catalog alone: one transaction a commit, and damage told from another version."""
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import StoreUnavailableError
+from kvtier.tier.disk.catalog import (
+    CATALOG_NAME,
+    Catalog,
+    CatalogCorruptError,
+    CatalogRow,
+    _in_powers_of_two,
+    set_aside,
+)
+
+
+def row(number: int, used: int = 0) -> CatalogRow:
+    return CatalogRow(number, b"key-%d" % number, 1, number, 4096, -number, 16 * number, 0.25, used or number)
+
+
+def test_rows_come_back_longest_unused_first(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path, "flush")
+    rows = [row(1, 30), row(2, 10), row(3, 20)]
+    catalog.commit(added=rows, removed=())
+    assert list(catalog.rows()) == [rows[1], rows[2], rows[0]]
+    catalog.commit(added=[row(4)], removed=[2, 99], used=[(40, 3)])
+    assert [one.id for one in catalog.rows()] == [4, 1, 3]
+    assert [one.id for one in catalog.rows(after_id=3)] == [4]
+    assert catalog.place(4) == (1, 4, b"key-4")
+    assert catalog.place(2) is None
+    catalog.close()
+    again = Catalog(tmp_path, "sync")
+    assert [one.id for one in again.rows()] == [4, 1, 3]
+    again.close()
+
+
+def test_a_commit_is_all_or_nothing(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path, "none")
+    catalog.commit(added=[row(n) for n in range(1, 400)], removed=())
+    with pytest.raises(sqlite3.IntegrityError):
+        catalog.commit(added=[row(1000), row(5)], removed=[1, 2, 3])
+    assert {one.id for one in catalog.rows()} == set(range(1, 400))
+    catalog.commit(added=[row(1000)], removed=list(range(1, 350)))
+    assert {one.id for one in catalog.rows()} == {*range(350, 400), 1000}
+    catalog.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 255, 256, 257, 1000])
+def test_statements_have_few_sizes(count: int) -> None:
+    groups = list(_in_powers_of_two(range(count)))
+    assert [item for group in groups for item in group] == list(range(count))
+    assert {len(group) for group in groups} <= {1 << power for power in range(9)}
+
+
+def test_a_reset_is_durable_and_complete(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path, "none")
+    catalog.commit(added=[row(1)], removed=())
+    catalog.reset(7, "none")
+    catalog.close()
+    again = Catalog(tmp_path, "none")
+    assert (again.generation(), list(again.rows())) == (7, [])
+    again.close()
+
+
+def test_state_is_replaced_whole(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path, "none")
+    catalog.reset(3, "none")
+    catalog.save_state({"a": 1.5, "b": 2.0})
+    catalog.save_state({"b": 3.25})
+    assert catalog.saved_state() == {"b": 3.25}
+    assert catalog.generation() == 3
+    catalog.close()
+
+
+def test_damage_and_versions_are_told_apart(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path, "none")
+    catalog.commit(added=[row(n) for n in range(1, 2000)], removed=())
+    catalog.close()
+    path = tmp_path / CATALOG_NAME
+    content = path.read_bytes()
+    path.write_bytes(b"\0" * 100 + content[100:])
+    with pytest.raises(CatalogCorruptError):
+        Catalog(tmp_path, "none")
+    # A page in the middle: it opens, and reading tells.
+    path.write_bytes(content[: 5 * 4096] + os.urandom(4096) + content[6 * 4096 :])
+    catalog = Catalog(tmp_path, "none")
+    with pytest.raises(CatalogCorruptError):
+        list(catalog.rows())
+    catalog.close()
+    path.write_bytes(content)
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA application_id=1")
+    with pytest.raises(CatalogCorruptError, match="not a kvtier catalog"):
+        Catalog(tmp_path, "none")
+    aside = set_aside(tmp_path)
+    assert aside.exists()
+    assert not path.exists()
+    with pytest.raises(StoreUnavailableError):
+        Catalog(tmp_path, "none", read_only=True)

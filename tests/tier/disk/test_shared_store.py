@@ -1,0 +1,580 @@
+"""The shared-filesystem store, presence and the janitor, on real directories."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import gc
+from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.record.envelope import Identity, open_slot, seal_slot
+from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
+from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
+from kvtier.tier.disk.base import Key, PartFailure, PartStore, PartWrite
+from kvtier.tier.disk.engines import make_io
+from kvtier.tier.disk.io import PAGE_BYTES, Op
+from kvtier.tier.disk.janitor import JanitorRules, sweep
+from kvtier.tier.disk.presence import SharedPresence
+from kvtier.tier.disk.shared_layout import SharedLayout, fan_out
+from kvtier.tier.disk.shared_store import SharedStore
+
+NAMESPACE = b"shared"
+PART_BYTES = 4 * PAGE_BYTES
+
+
+def layout(root: Path, **changes: object) -> SharedLayout:
+    values: dict[str, object] = {
+        "model": "org/model-1B",
+        "block_size": 16,
+        "blocks_per_file": 8,
+        "dtype": "bfloat16",
+        "tp": 2,
+    }
+    return SharedLayout(root, **(values | changes))  # type: ignore[arg-type]
+
+
+def key_of(number: int) -> bytes:
+    return b"%032d" % number
+
+
+def identity(key: Key, generation: int = 0) -> Identity:
+    return Identity(NAMESPACE, key, generation)
+
+
+def sealed(key: Key, seed: int, payload_bytes: int = PART_BYTES - 512, generation: int = 0) -> memoryview:
+    slot = pattern(seed, -(-(payload_bytes + 512) // PAGE_BYTES) * PAGE_BYTES)
+    seal_slot(slot, identity(key, generation), payload_bytes)
+    return slot
+
+
+def open_shared(root: Path, **changes: object) -> SharedStore:
+    values: dict[str, object] = {"io": make_io("threads")}
+    return SharedStore(layout(root), **(values | changes))  # type: ignore[arg-type]
+
+
+class TestSharedOnThreads(PartStoreSuite):
+    def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
+        return open_shared(path)
+
+
+class TestSharedOnRing(PartStoreSuite):
+    def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
+        return open_shared(path, io=make_io("ring"), sync_on_store=True)
+
+
+class TestPlainFiles(PartStoreSuite):
+    def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
+        return open_shared(
+            path, io=make_io("ring"), trailer="off", payload_bytes=lambda key: PART_BYTES - 512, identity=identity
+        )
+
+    def payload(self, key: Key, seed: int, length_bytes: int) -> memoryview:
+        return sealed(key, seed)
+
+    def test_a_buffer_of_another_length_is_refused(self, tmp_path: Path) -> None:
+        """Here the length of a part is the caller's word, and a file of another length is refused: see below."""
+
+
+class TestBufferedWithRename(PartStoreSuite):
+    def open_store(self, path: Path, capacity_bytes: int) -> PartStore:
+        store = open_shared(path, direct=False)
+        store.links_work = False
+        return store
+
+
+# -- the layout
+
+
+def test_files_lie_exactly_where_py_kvcache_has_them(tmp_path: Path) -> None:
+    store = open_shared(tmp_path, rank=1)
+    key = bytes.fromhex("abcdef0123456789" * 4)
+    write_parts(store, {key: sealed(key, 1)})
+    expected = (
+        "org/model-1B/block_size_16_blocks_per_file_8/tp_2_pp_size_1_pcp_size_1/rank_1/bfloat16/abc/de/"
+        + key.hex()
+        + ".bin"
+    )
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == [expected]
+    store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("payload_bytes", [PART_BYTES, PART_BYTES - 512, 100, PAGE_BYTES + 1])
+def test_plain_files_are_the_payload_and_nothing_else(tmp_path: Path, payload_bytes: int) -> None:
+    store = open_shared(tmp_path, trailer="off", payload_bytes=lambda key: payload_bytes, identity=identity)
+    key = key_of(1)
+    slot = sealed(key, 3, payload_bytes)
+    assert write_parts(store, {key: slot}) == {key: None}
+    (path,) = tmp_path.rglob("*.bin")
+    assert path.read_bytes() == bytes(slot[:payload_bytes])
+    # A file that another program wrote, with no envelope, is read and comes out sealed.
+    other = key_of(2)
+    first, second, digits = fan_out(other)
+    target = layout(tmp_path).rank_directory(0) / first / second
+    target.mkdir(parents=True, exist_ok=True)
+    (target / f"{digits}.bin").write_bytes(bytes(range(256)) * (payload_bytes // 256) + bytes(payload_bytes % 256))
+    failure, found = read_part(store, other, slot.nbytes)
+    assert failure is None
+    assert open_slot(found, identity(other), payload_bytes).payload_bytes == payload_bytes
+    assert found[:payload_bytes] == (target / f"{digits}.bin").read_bytes()
+    (target / f"{digits}.bin").write_bytes(b"longer" * payload_bytes)
+    assert read_part(store, other, slot.nbytes)[0] is PartFailure.SHORT
+    store.close(WAIT_S)
+
+
+def test_the_payload_of_a_file_with_a_trailer_starts_at_offset_0(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    slot = sealed(key_of(1), 3, PART_BYTES)
+    write_parts(store, {key_of(1): slot})
+    (path,) = tmp_path.rglob("*.bin")
+    assert path.read_bytes()[:PART_BYTES] == bytes(slot[:PART_BYTES])
+    assert path.stat().st_size == PART_BYTES + PAGE_BYTES
+    store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("model", ["..", "../other", "/etc", "a//b", "", "a/../../b", ".", "a\0b", "a/"])
+def test_model_names_cannot_leave_the_root(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ConfigError, match="model name"):
+        layout(tmp_path, model=model)
+
+
+def test_bad_layouts_and_settings_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        layout(tmp_path, dtype="a/b")
+    with pytest.raises(ConfigError, match="block_size is 0"):
+        layout(tmp_path, block_size=0)
+    with pytest.raises(ConfigError, match="trailer is 'maybe'"):
+        open_shared(tmp_path, trailer="maybe")
+    with pytest.raises(ConfigError, match="payload_bytes and identity"):
+        open_shared(tmp_path, trailer="off")
+    with pytest.raises(StoreUnavailableError, match="does not exist"):
+        open_shared(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailableError, match="not a directory"):
+        open_shared(tmp_path / "file")
+
+
+# -- many engines
+
+
+def test_two_engines_store_one_key_and_both_succeed(tmp_path: Path) -> None:
+    stores = [open_shared(tmp_path) for _ in range(4)]
+    parts = {key_of(n): sealed(key_of(n), n) for n in range(24)}
+    waiters = [Waiter(len(parts)) for _ in stores]
+    threads = [
+        threading.Thread(
+            target=store.submit_write, args=([PartWrite(key, buffer) for key, buffer in parts.items()], waiter)
+        )
+        for store, waiter in zip(stores, waiters, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for waiter in waiters:
+        assert set(waiter.failures().values()) == {None}
+    for key, payload in parts.items():
+        assert read_part(stores[0], key, payload.nbytes) == (None, bytes(payload))
+    assert len(list(tmp_path.rglob("*.bin*"))) == len(parts)
+    for store in stores:
+        assert store.close(WAIT_S)
+
+
+def test_a_write_that_meets_the_same_part_in_other_bits_is_a_success_and_changes_nothing(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    first, second = sealed(key_of(1), 1), sealed(key_of(1), 2)
+    write_parts(store, {key_of(1): first})
+    assert write_parts(store, {key_of(1): second}) == {key_of(1): None}
+    assert read_part(store, key_of(1), PART_BYTES) == (None, bytes(first))
+    assert store.stats.parts_found_written == 1
+    store.close(WAIT_S)
+
+
+def test_a_name_taken_by_another_part_is_refused(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    write_parts(store, {key_of(1): sealed(key_of(2), 1)})
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): PartFailure.EXISTS_DIFFERENT}
+    write_parts(store, {key_of(3): sealed(key_of(3), 1, 2 * PAGE_BYTES)})
+    assert write_parts(store, {key_of(3): sealed(key_of(3), 1)}) == {key_of(3): PartFailure.EXISTS_DIFFERENT}
+    store.close(WAIT_S)
+
+
+def test_a_file_taken_away_is_a_miss_and_a_cut_one_is_short(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    parts = {key_of(n): sealed(key_of(n), n) for n in range(2)}
+    write_parts(store, parts)
+    first, second = sorted(tmp_path.rglob("*.bin"))
+    first.unlink()
+    os.truncate(second, PAGE_BYTES + 100)
+    assert read_part(store, key_of(0), PART_BYTES)[0] is PartFailure.MISSING
+    assert read_part(store, key_of(1), PART_BYTES)[0] is PartFailure.SHORT
+    # Directories that vanished are made again.
+    shutil.rmtree(layout(tmp_path).rank_directory(0))
+    again = write_parts(store, {key_of(5): sealed(key_of(5), 1)})
+    assert again[key_of(5)] in (None, PartFailure.IO)
+    store.close(WAIT_S)
+    store = open_shared(tmp_path)
+    assert write_parts(store, {key_of(5): sealed(key_of(5), 1)}) == {key_of(5): None}
+    store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("op", [Op.OPEN, Op.WRITE, Op.SYNC, Op.LINK, Op.MKDIR])
+def test_a_step_that_fails_leaves_no_name_behind(tmp_path: Path, op: Op) -> None:
+    class Broken(FaultyIO):
+        """Carries out the job without its step `op`, which is said to have failed."""
+
+        def submit(self, jobs, finished):  # type: ignore[no-untyped-def]
+            for job in jobs:
+                for step in job.steps:
+                    if step.op is op and job.lane.value == "write" and len(job.steps) > 3:
+                        step.op, step.path, step.flags = Op.OPEN, b"/nonexistent/x", os.O_RDONLY
+                        break
+            super().submit(jobs, finished)
+
+    store = open_shared(tmp_path, io=Broken(make_io("threads")), sync_on_store=True)
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): PartFailure.IO}
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert list(store.entries()) == []
+    store.close(WAIT_S)
+
+
+def test_enospc_is_no_space_and_the_floor_is_kept(tmp_path: Path) -> None:
+    io = FaultyIO(make_io("threads"), of_kind(Op.WRITE, Fault(error=28)))
+    store = open_shared(tmp_path, io=io)
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): PartFailure.NO_SPACE}
+    store.close(WAIT_S)
+    store = open_shared(tmp_path, free_bytes_min=1 << 60)
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): PartFailure.NO_SPACE}
+    store.close(WAIT_S)
+
+
+def test_a_delete_overtakes_a_write_under_way_and_a_later_write_stands(tmp_path: Path) -> None:
+    io = FaultyIO(make_io("threads"), of_kind(Op.LINK, Fault(stalls=True)))
+    store = open_shared(tmp_path, io=io)
+    first, second = Waiter(1), Waiter(1)
+    store.submit_write([PartWrite(key_of(1), sealed(key_of(1), 1))], first)
+    wait_until(lambda: io.stalled == 1)
+    io.rule = lambda job: None
+    store.delete([key_of(1)])
+    assert read_part(store, key_of(1), PART_BYTES)[0] is PartFailure.MISSING
+    store.submit_write([PartWrite(key_of(1), sealed(key_of(1), 2))], second)
+    io.release()
+    assert first.failures() == {key_of(1): PartFailure.CANCELLED}
+    assert second.failures() == {key_of(1): None}
+    assert read_part(store, key_of(1), PART_BYTES) == (None, bytes(sealed(key_of(1), 2)))
+    store.close(WAIT_S)
+
+
+def test_a_new_generation_is_not_hindered_by_the_old_ones_files(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    other = open_shared(tmp_path)
+    key = key_of(1)
+    write_parts(store, {key: sealed(key, 1)})
+    store.reset(3)
+    assert read_part(store, key, PART_BYTES)[0] is PartFailure.MISSING
+    fresh = sealed(key, 2, generation=3)
+    assert write_parts(store, {key: fresh}) == {key: None}
+    assert read_part(store, key, PART_BYTES) == (None, bytes(fresh))
+    # An engine that was not reset still has its own.
+    assert read_part(other, key, PART_BYTES) == (None, bytes(sealed(key, 1)))
+    with pytest.raises(ValueError, match="older than 3"):
+        store.reset(2)
+    for one in (store, other):
+        one.close(WAIT_S)
+
+
+def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    child = os.fork()
+    if child == 0:
+        code = 0 if set(write_parts(store, {key_of(1): sealed(key_of(1), 1)}).values()) == {PartFailure.CLOSED} else 1
+        os._exit(code if store.close(1.0) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): None}
+    store.close(WAIT_S)
+
+
+# -- presence
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def settled(presence: SharedPresence, keys: list[bytes]) -> list[bool | None]:
+    wait_until(lambda: None not in presence.lookup(keys))
+    return presence.lookup(keys)
+
+
+def test_presence_needs_every_rank_and_is_remembered_for_a_while(tmp_path: Path, clock: Clock) -> None:
+    stores = [open_shared(tmp_path, rank=rank) for rank in range(2)]
+    keys = [key_of(n) for n in range(3)]
+    write_parts(stores[0], {key: sealed(key, 1) for key in keys[:2]})
+    write_parts(stores[1], {key: sealed(key, 1) for key in keys[:1]})
+    presence = SharedPresence(layout(tmp_path), ranks=2, io=stores[0].io, clock=clock, present_s=30.0, absent_s=1.0)
+    assert presence.lookup(keys) == [None] * 3
+    assert settled(presence, keys) == [True, False, False]
+    asked = presence.questions
+    assert asked == 6
+    # Remembered: neither the store that came nor the delete are seen before their time.
+    write_parts(stores[1], {keys[1]: sealed(keys[1], 1)})
+    stores[0].delete([keys[0]])
+    stores[0].flush(WAIT_S)
+    assert presence.lookup(keys) == [True, False, False]
+    assert presence.questions == asked
+    clock.now_s = 1.5
+    assert settled(presence, keys) == [True, True, False]
+    clock.now_s = 40.0
+    assert settled(presence, keys) == [False, True, False]
+    presence.note(keys[2], present=True)
+    assert presence.lookup(keys)[2] is True
+    presence.forget(keys)
+    assert presence.lookup(keys) == [None] * 3
+    for store in stores:
+        store.close(WAIT_S)
+
+
+def test_presence_memory_is_bounded_and_a_lookup_never_waits(tmp_path: Path, clock: Clock) -> None:
+    io = FaultyIO(make_io("threads"), of_kind(Op.STAT, Fault(stalls=True)))
+    presence = SharedPresence(layout(tmp_path), ranks=1, io=io, clock=clock, keys_max=10)
+    keys = [key_of(n) for n in range(50)]
+    before = time.monotonic()
+    assert presence.lookup(keys) == presence.lookup(keys) == [None] * 50
+    assert time.monotonic() - before < 5
+    assert presence.questions == 50
+    io.rule = lambda job: None
+    io.release()
+    wait_until(lambda: len(presence) == 10)
+    assert io.close(WAIT_S)
+
+
+def test_commit_markers_say_in_one_question_that_all_ranks_stored(tmp_path: Path, clock: Clock) -> None:
+    store = open_shared(tmp_path)
+    presence = SharedPresence(layout(tmp_path), ranks=8, io=store.io, clock=clock, markers=True)
+    keys = [key_of(n) for n in range(20)]
+    assert settled(presence, keys) == [False] * 20
+    results: dict[bytes, bool] = {}
+    presence.commit(keys[:10], results.update)
+    wait_until(lambda: len(results) == 10)
+    assert set(results.values()) == {True}
+    other = SharedPresence(layout(tmp_path), ranks=8, io=store.io, clock=clock, markers=True)
+    assert settled(other, keys) == [True] * 10 + [False] * 10
+    assert other.questions == 20
+    other.uncommit(keys[:5])
+    assert other.lookup(keys[:5]) == [False] * 5
+    wait_until(lambda: len(list((layout(tmp_path).marker_directory()).rglob("*.bin"))) == 5)
+    other.reset(1)
+    assert settled(other, keys) == [False] * 20
+    store.close(WAIT_S)
+
+
+# -- the janitor
+
+NOW_S = 1_000_000.0
+
+
+def put(root: Path, number: int, age_s: float, *, rank: int = 0, size: int = 1000, generation: int = 0) -> Path:
+    first, second, digits = fan_out(key_of(number))
+    folder = layout(root).rank_directory(rank, generation) / first / second
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{digits}.bin"
+    path.write_bytes(bytes(size))
+    os.utime(path, (NOW_S - age_s, NOW_S - age_s))
+    return path
+
+
+def test_age_removes_whole_records_of_all_ranks_markers_too(tmp_path: Path) -> None:
+    old = [put(tmp_path, 1, 5000, rank=rank) for rank in range(3)]
+    used = [put(tmp_path, 2, age, rank=rank) for rank, age in enumerate((5000, 100, 5000))]
+    marker = layout(tmp_path).marker_directory() / old[0].parents[1].name / old[0].parent.name / old[0].name
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    os.utime(marker, (NOW_S - 5000, NOW_S - 5000))
+    rules = JanitorRules(age_max_s=1000)
+    would = sweep(tmp_path, rules, now_s=NOW_S, dry_run=True)
+    assert all(path.exists() for path in [*old, marker])
+    report = sweep(tmp_path, rules, now_s=NOW_S)
+    assert report == would
+    assert (report.records, report.files, report.records_removed_by_age, report.bytes_removed, report.bytes_left) == (
+        2,
+        7,
+        1,
+        3000,
+        3000,
+    )
+    assert not any(path.exists() for path in [*old, marker])
+    assert all(path.exists() for path in used)
+    assert sweep(tmp_path, rules, now_s=NOW_S).records_removed_by_age == 0
+
+
+def test_size_removes_the_least_worth_first_and_leaves_the_young(tmp_path: Path) -> None:
+    paths = {number: put(tmp_path, number, 100 * number + 100) for number in range(10)}
+    young = put(tmp_path, 50, 10, size=5000)
+    # Number 9 is the longest unused and worth a thousand times more.
+    worth = {str(paths[9]): 1e-6}
+    report = sweep(
+        tmp_path, JanitorRules(bytes_max=10_000, low_water=0.9), now_s=NOW_S, value_of=lambda path: worth.get(path, 0.0)
+    )
+    assert report.records_removed_by_size == 6
+    assert {number for number, path in paths.items() if path.exists()} == {0, 1, 2, 9}
+    assert young.exists()
+    assert report.bytes_left == 9000
+    assert sweep(tmp_path, JanitorRules(bytes_max=10_000), now_s=NOW_S).records_removed_by_size == 0
+
+
+def test_orphans_of_dead_writers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    part = put(tmp_path, 1, 100_000)
+    orphan = part.with_name(part.name + ".tmp-host-1-2")
+    fresh = part.with_name(part.name + ".tmp-host-1-3")
+    foreign = tmp_path / "notes.txt"
+    outside = tmp_path / "elsewhere" / ("ab" * 16 + ".bin")
+    outside.parent.mkdir()
+    for path, age in ((orphan, 4000), (fresh, 100), (foreign, 1e5), (outside, 1e5)):
+        path.write_text("x")
+        os.utime(path, (NOW_S - age, NOW_S - age))
+    report = sweep(tmp_path, JanitorRules(bytes_max=0), now_s=NOW_S)
+    assert report.orphans_removed == 1
+    assert not orphan.exists()
+    assert not part.exists()
+    assert fresh.exists()
+    assert foreign.exists()
+    assert outside.exists()
+
+
+def test_janitors_and_engines_at_once_do_no_harm(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    stop = threading.Event()
+    errors: list[str] = []
+    rules = JanitorRules(bytes_max=20 * PART_BYTES, grace_s=-10.0)
+
+    def clean() -> None:
+        while not stop.is_set():
+            errors.extend(sweep(tmp_path, rules, now_s=time.time()).errors)
+
+    janitors = [threading.Thread(target=clean) for _ in range(3)]
+    for thread in janitors:
+        thread.start()
+    parts = {key_of(n): sealed(key_of(n), n) for n in range(60)}
+    served = missed = 0
+    for key, payload in parts.items():
+        assert write_parts(store, {key: payload})[key] in (None, PartFailure.IO)
+        failure, found = read_part(store, key, payload.nbytes)
+        if failure is None:
+            assert found == bytes(payload)
+            served += 1
+        else:
+            assert failure is PartFailure.MISSING
+            missed += 1
+    stop.set()
+    for thread in janitors:
+        thread.join()
+    assert errors == []
+    assert served > 0
+    assert sweep(tmp_path, rules, now_s=time.time()).bytes_left <= 20 * PART_BYTES
+    store.close(WAIT_S)
+
+
+def test_writers_leave_values_and_readers_renew_the_time_of_use(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    waiter = Waiter(1)
+    store.submit_write([PartWrite(key_of(1), sealed(key_of(1), 1), value_s_per_byte=2.5e-7)], waiter)
+    waiter.wait()
+    (path,) = tmp_path.rglob("*.bin")
+    try:
+        os.setxattr(path, b"user.kvtier.probe", b"1")
+    except OSError:
+        pytest.skip("this filesystem has no extended attributes")
+
+    def value() -> bytes:
+        try:
+            return os.getxattr(path, b"user.kvtier.value")
+        except OSError:
+            return b""
+
+    wait_until(lambda: value() == b"2.5e-07")
+    os.utime(path, (1000, 1000))
+    read_part(store, key_of(1), PART_BYTES)
+    wait_until(lambda: path.stat().st_mtime > 1000)
+    store.close(WAIT_S)
+
+
+def test_the_command_reports_and_returns_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    gc.add_arguments(parser)
+    path = put(tmp_path, 1, 0)
+    os.utime(path, (1000, 1000))
+    assert gc.run(parser.parse_args([str(tmp_path), "--age-max-hours", "1", "--dry-run"])) == 0
+    assert "would be removed: 1 records, 1,000 bytes" in capsys.readouterr().out
+    assert path.exists()
+    assert gc.run(parser.parse_args([str(tmp_path), "--bytes-max", "1KB", "--age-max-hours", "1", "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["records_removed_by_age"] == 1
+    assert not path.exists()
+    with pytest.raises(StoreUnavailableError, match="does not exist"):
+        gc.run(parser.parse_args([str(tmp_path / "nowhere")]))
+    with pytest.raises(ConfigError, match="--bytes-max is 'lots'"):
+        gc.run(parser.parse_args([str(tmp_path), "--bytes-max", "lots"]))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.tier.disk.test_shared_store import key_of, open_shared, sealed
+from kvtier.testing.part_store import Waiter
+from kvtier.tier.disk.base import PartWrite
+store = open_shared(Path(sys.argv[1]))
+print("ready", flush=True)
+first = int(sys.argv[2])
+while True:
+    keys = [key_of(n) for n in range(first, first + 40)]
+    waiter = Waiter(40)
+    store.submit_write([PartWrite(key, sealed(key, 1)) for key in keys], waiter)
+    waiter.wait()
+    print(first, flush=True)
+    first += 40
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_moment_leaves_no_file_that_is_not_whole(tmp_path: Path) -> None:
+    acknowledged = 0
+    for turn in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(10_000 * turn)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.02 + 0.03 * turn)
+        process.kill()
+        acknowledged += 40 * process.stdout.read().count(b"\n")
+        process.wait()
+    store = open_shared(tmp_path)
+    entries = list(store.entries())
+    assert len(entries) >= acknowledged > 0
+    for entry in entries:
+        failure, found = read_part(store, entry.key, entry.stored_bytes)
+        assert failure is None
+        open_slot(found, identity(entry.key), None)
+    orphans = [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
+    report = sweep(tmp_path, JanitorRules(), now_s=time.time() + 7200)
+    assert report.orphans_removed == len(orphans)
+    assert len(list(store.entries())) == len(entries)
+    store.close(WAIT_S)
