@@ -14,7 +14,7 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:860px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.6rem;margin-bottom:.2rem}h2{margin-top:2.4rem;border-top:1px solid var(--faint);padding-top:1.2rem}
 svg{max-width:100%;height:auto}svg text{font:12px system-ui,sans-serif;fill:var(--ink)}svg .grid{stroke:var(--faint)}
-table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .8rem;text-align:right;border-bottom:1px solid var(--faint)}
+table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}td,th{padding:.25rem .7rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--faint)}
 td:first-child,th:first-child{text-align:left}.best{font-weight:700}.note{color:var(--soft)}.advice{font-size:1.05rem}
 """
 GB = 1e9

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from kvtier.errors import ConfigError
 from kvtier.policy.advice import ReuseCurve
 from kvtier.policy.base import RequestInfo
 from kvtier.simulate.media import Engines, Medium, RecomputeCurve, Spread
@@ -236,6 +237,9 @@ def _summary(spread: Spread) -> dict[str, float]:
 
 def simulate(trace: Trace, machine: Machine, policy: str) -> tuple[RunResult, ReuseCurve]:
     """One policy on one trace, and the curve of what more capacity would bring."""
+    block_bytes = machine.kv_bytes_per_token * trace.tokens_per_block
+    if machine.dram_bytes < block_bytes:
+        raise ConfigError(f"a DRAM tier of {machine.dram_bytes} bytes has no room for one block of {block_bytes} bytes")
     engines = machine.engines or engines_needed(trace, machine.curve)
     simulation = Simulation(machine, policy, trace.tokens_per_block, engines)
     simulation.run(trace)
