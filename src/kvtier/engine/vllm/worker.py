@@ -1,5 +1,6 @@
 """The worker's side of offloading: vLLM's jobs, turned into jobs of the data plane."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -18,8 +19,10 @@ from kvtier.engine.disk import disk_counters
 from kvtier.engine.layout import GroupLayout, Piece, Region
 from kvtier.engine.vllm.messages import PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
-from kvtier.store.moves import Action, Outcome, PartPlace
+from kvtier.store.moves import Action, LoadFailed, Outcome, PartPlace, StoreFailed
 from kvtier.tier.disk.segment_store import SegmentStore
+
+logger = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 1.0
 
@@ -77,18 +80,34 @@ class KVTierWorker(OffloadingWorker):
         self._outcomes: list[Outcome] = []
         self._failed_loads: set[int] = set()
         self._ended_loads: set[int] = set()
+        self._refused: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, PartsSpec)
-        pieces = pieces_of(src_spec, dst_spec.parts, self._blocks_per_chunk, is_load=False)
-        self._plane.submit_store(job_id, dst_spec.parts, pieces)
+        try:
+            pieces = pieces_of(src_spec, dst_spec.parts, self._blocks_per_chunk, is_load=False)
+            self._plane.submit_store(job_id, dst_spec.parts, pieces)
+        except Exception as error:
+            logger.warning("kvtier: a store could not be started, its parts are not kept", exc_info=True)
+            self._refuse(job_id, StoreFailed([part.key for part in dst_spec.parts], f"not started: {error!r}"))
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         assert isinstance(src_spec, PartsSpec)
-        pieces = pieces_of(dst_spec, src_spec.parts, self._blocks_per_chunk, is_load=True)
-        self._plane.submit_load(job_id, src_spec.load_id, src_spec.parts, pieces)
+        try:
+            pieces = pieces_of(dst_spec, src_spec.parts, self._blocks_per_chunk, is_load=True)
+            self._plane.submit_load(job_id, src_spec.load_id, src_spec.parts, pieces)
+        except Exception as error:
+            logger.warning("kvtier: a load could not be started, its request is recomputed", exc_info=True)
+            self._refuse(job_id, LoadFailed(src_spec.load_id, {}, f"not started: {error!r}"))
+            self._ended_loads.add(job_id)
+            self._failed_loads.add(job_id)
         return True
+
+    def _refuse(self, job_id: int, outcome: Outcome) -> None:
+        """End a job that never began: an exception here would end the engine."""
+        self._outcomes.append(outcome)
+        self._refused.append(TransferResult(job_id, True, None, 0.0))
 
     def get_finished(self) -> list[TransferResult]:
         """Every job that ended, as a success: upstream knows no other end. What failed is in `take_failed_loads` and the outcomes."""
@@ -99,7 +118,10 @@ class KVTierWorker(OffloadingWorker):
                 self._ended_loads.add(result.job_id)
                 if not result.ok:
                     self._failed_loads.add(result.job_id)
-        return [TransferResult(result.job_id, True, result.copied_bytes or None, result.seconds) for result in results]
+        refused, self._refused = self._refused, []
+        return refused + [
+            TransferResult(result.job_id, True, result.copied_bytes or None, result.seconds) for result in results
+        ]
 
     def wait(self, job_ids: set[int]) -> None:
         self._plane.wait(set(job_ids), self._wait_deadline_s)

@@ -145,6 +145,11 @@ class Engine:
         return int(self._engine.vllm_config.cache_config.num_gpu_blocks)
 
     @property
+    def free_block_count(self) -> int:
+        """Blocks that no request holds now (engine core in this process only)."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
     def scheduler(self) -> Any:
         """vLLM's scheduler; only where the engine core runs in this process."""
         return self._core.engine_core.scheduler
@@ -260,6 +265,10 @@ class Engine:
                 self.step()
             else:
                 time.sleep(0.01)
+
+    def reset_now(self, *, connector: bool = False) -> bool:
+        """Try to reset once, with requests running; whether the engine's own cache could be."""
+        return bool(self._engine.reset_prefix_cache(reset_connector=connector))
 
     def close(self) -> None:
         """Shut the engine down with its workers."""
