@@ -18,16 +18,16 @@ import numpy as np
 from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane, JobResult
+from kvtier.engine.disk import open_disk
 from kvtier.engine.layout import GroupLayout, Piece, Region
 from kvtier.errors import ConfigError, StoreUnavailableError
-from kvtier.identity.namespace import Namespace, write_manifest
+from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
 from kvtier.policy.base import RequestInfo
 from kvtier.record.envelope import slot_bytes
 from kvtier.store.moves import PartPlace
 from kvtier.store.tiered import Part, StoreLimits, TieredStore
 from kvtier.tier.disk.base import PartStore
-from kvtier.tier.disk.segment_store import SegmentStore
 
 ByteBuffer = bytes | bytearray | memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -65,16 +65,7 @@ class Cache:
         require_memory(arena_bytes, "dram_bytes", available_memory_bytes())
         arena = Arena(arena_bytes)
         if disk is None and config.disk_path is not None:
-            disk = SegmentStore(
-                config.disk_path,
-                namespace=space.id,
-                capacity_bytes=config.disk_bytes,
-                durability=config.disk_durability,  # type: ignore[arg-type]
-                free_bytes_min=config.disk_free_bytes_min,
-                iodepth=config.io_depth,
-                arena=arena.view(0, arena_bytes),
-            )
-            write_manifest(space, config.disk_path)
+            disk = open_disk(config, config.disk_path, space, arena)
         # Address space as one region of "blocks" of one byte: a block's number is the address of a buffer.
         layout = GroupLayout([Region(base=0, stride_bytes=1, page_bytes=part_bytes)], 1)
         self._plane = DataPlane(

@@ -69,6 +69,10 @@ class EvictionPolicy(ABC):
         """A request arrived. Called at most once a request; policies that learn from chains use it."""
         return
 
+    def finished(self, keys: Sequence[Key], output_tokens: int, now_s: float) -> None:
+        """The request with these prompt keys has been answered, in so many tokens. Never needed; some policies learn from it."""
+        return
+
     @abstractmethod
     def insert(self, key: Key, info: RecordInfo, now_s: float) -> None:
         """`key` entered the tier. It was not in it before."""
@@ -88,6 +92,13 @@ class EvictionPolicy(ABC):
         Lazy: the caller stops when it has room enough. `incoming` is the key that room is wanted for, where
         one is known (ARC and S3-FIFO remember what they evicted). Nothing leaves the tier here.
         """
+
+    def worth(self, key: Key, now_s: float) -> float | None:
+        """What keeping `key` is worth, for comparison with others of this policy; None where the policy has no such measure.
+
+        A key need not be in the tier, if a request has announced it.
+        """
+        return None
 
     @abstractmethod
     def __len__(self) -> int:

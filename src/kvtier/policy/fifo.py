@@ -1,5 +1,6 @@
 """First in, first out."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ class FIFOPolicy(EvictionPolicy):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
-        self._order: dict[Key, None] = {}
+        self._order: OrderedDict[Key, None] = OrderedDict()
 
     def insert(self, key: Key, info: RecordInfo, now_s: float) -> None:
         self._order[key] = None

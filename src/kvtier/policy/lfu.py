@@ -1,5 +1,6 @@
 """Least frequently used; among equals the one that reached its count first."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import ClassVar, Optional
 
@@ -15,7 +16,7 @@ class _Uses:
         self.count = count
         self.lower = lower
         self.higher = higher
-        self.keys: dict[Key, None] = {}
+        self.keys: OrderedDict[Key, None] = OrderedDict()
         if lower is not None:
             lower.higher = self
         if higher is not None:

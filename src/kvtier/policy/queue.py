@@ -4,6 +4,7 @@ A dictionary in insertion order gives the first three, but can't be walked while
 ARC look for a victim among keys that may be leased, and move keys while they look.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from kvtier.policy.base import Key
@@ -89,7 +90,7 @@ class Ghosts:
         self.bytes_max = bytes_max
         self.count_max = count_max
         self.size_bytes = 0
-        self._sizes: dict[Key, int] = {}
+        self._sizes: OrderedDict[Key, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -5,11 +5,13 @@ from kvtier.policy.base import EvictionPolicy
 from kvtier.policy.fifo import FIFOPolicy
 from kvtier.policy.lfu import LFUPolicy
 from kvtier.policy.lru import LRUPolicy
+from kvtier.policy.reuse import ReusePolicy
 from kvtier.policy.s3fifo import S3FIFOPolicy
 from kvtier.policy.sieve import SievePolicy
 
 _POLICIES: dict[str, type[EvictionPolicy]] = {
-    policy.name: policy for policy in (ARCPolicy, FIFOPolicy, LFUPolicy, LRUPolicy, S3FIFOPolicy, SievePolicy)
+    policy.name: policy
+    for policy in (ARCPolicy, FIFOPolicy, LFUPolicy, LRUPolicy, ReusePolicy, S3FIFOPolicy, SievePolicy)
 }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from kvtier.policy.admission import Admission, AdmissionLimits
 from kvtier.policy.base import EvictionPolicy, Key, RecordInfo, RequestInfo
 from kvtier.policy.registry import make_policy
 from kvtier.simulate.trace import TraceRequest
@@ -51,11 +52,30 @@ def _no_lease(key: Key) -> bool:
     return False
 
 
+def _admitted(
+    door: Admission, policy: EvictionPolicy, keys: Sequence[Key], present: set[Key], capacity: int, now_s: float
+) -> int:
+    """How many of `keys`, from the first on, may be in the tier: behind one that may not, none is of use."""
+    own = set(keys)
+    victims = policy.candidates(now_s, own.__contains__)
+    room = capacity - len(present)
+    for place, key in enumerate(keys):
+        if key in present:
+            continue
+        room -= 1
+        victim = next(victims, None) if room < 0 else None
+        if not door.admits(key, 1, now_s, [victim] if victim is not None else ()):
+            return place
+    return len(keys)
+
+
 def replay(
     requests: Iterable[TraceRequest],
     policy: EvictionPolicy,
     *,
     tokens_per_block: int = 512,
+    decode_tokens_s: float = 50.0,
+    admission: AdmissionLimits | None = None,
     cost_s: Callable[[int], float] | None = None,
     each: Callable[[TraceRequest, int], None] | None = None,
 ) -> ReplayResult:
@@ -65,6 +85,8 @@ def replay(
         requests: the trace.
         policy: a new policy.
         tokens_per_block: tokens of one block.
+        decode_tokens_s: how fast answers are generated; a policy is told of an answer's length once it is over.
+        admission: what the tier asks of what comes in; all enters by default.
         cost_s: seconds that recomputing the block at a depth of so many tokens takes; 0 everywhere by default.
         each: called with every request and its hits.
     """
@@ -73,8 +95,13 @@ def replay(
     capacity = policy.capacity_bytes
     hits = asked = stored = 0
     insert, access = policy.insert, policy.access
-    for request in requests:
+    door = Admission(admission, policy) if admission is not None else None
+    running: list[tuple[float, int, list[Key], int]] = []
+    for number, request in enumerate(requests):
         now_s = request.time_s
+        while running and running[0][0] <= now_s:
+            ended_s, _, done, output_tokens = heapq.heappop(running)
+            policy.finished(done, output_tokens, ended_s)
         keys = [block_id.to_bytes(KEY_BYTES, "little") for block_id in request.block_ids]
         hit = 0
         for key in keys:
@@ -84,10 +111,16 @@ def replay(
         hits += hit
         asked += len(keys)
         policy.request(RequestInfo(keys, hit), now_s)
+        taken = len(keys)
+        if door is not None:
+            door.asked(keys)
+            taken = _admitted(door, policy, keys, present, capacity, now_s)
         for place in range(len(keys) - 1, -1, -1):
             key = keys[place]
             if key in present:
                 access(key, now_s)
+            elif place >= taken:
+                continue
             else:
                 depth = (place + 1) * tokens_per_block
                 parent = keys[place - 1] if place else None
@@ -101,6 +134,7 @@ def replay(
             for key in batch:
                 policy.remove(key, now_s, evicted=True)
                 present.remove(key)
+        heapq.heappush(running, (now_s + request.output_tokens / decode_tokens_s, number, keys, request.output_tokens))
         if each is not None:
             each(request, hit)
     return ReplayResult(policy.name, capacity, hits, asked, stored, time.perf_counter() - started)

@@ -362,6 +362,33 @@ def test_a_forked_child_is_refused_and_its_parent_unharmed(io: IOEngine, fd: int
     assert run_jobs(io, [move(Op.READ, fd, 0, aligned_buffer(PAGE_BYTES))])[0].error == 0
 
 
+def test_files_are_opened_ahead_of_their_turn_and_no_more_than_asked(tmp_path: Path) -> None:
+    disk = Stuck("ring", iodepth=1, open_lookahead=3)
+    path = tmp_path / "data"
+    path.write_bytes(bytes(PAGE_BYTES))
+    ended: list[Job] = []
+    jobs = []
+    for _ in range(10):
+        buffer = aligned_buffer(PAGE_BYTES)
+        steps = (
+            Step(Op.OPEN, path=os.fsencode(path), flags=os.O_RDONLY),
+            Step(Op.READ, buffer=buffer, address=address_of(buffer)),
+            Step(Op.CLOSE, always=True),
+        )
+        jobs.append(Job(steps))
+    disk.io.submit(jobs, ended.extend)
+    wait_until(lambda: len(open_below(tmp_path)) == 3)
+    assert disk.io.in_flight() == 1 + 3
+    # Those given up are closed, and others are opened in their stead.
+    disk.io.cancel(jobs[:2])
+    wait_until(lambda: len(ended) == 2 and len(open_below(tmp_path)) == 3)
+    disk.release()
+    wait_until(lambda: len(ended) == 10)
+    assert [job.error for job in ended] == [errno.ECANCELED] * 2 + [0] * 8
+    assert open_below(tmp_path) == []
+    assert disk.io.close(WAIT_S)
+
+
 def test_an_idle_ring_sleeps(fd: int) -> None:
     from kvtier.tier.disk.ring import RingIO
 

@@ -146,6 +146,15 @@ def test_values_and_depths_are_kept(tmp_path: Path) -> None:
     store.close(WAIT_S)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_value_that_is_no_number_harms_nobody(tmp_path: Path, value: float) -> None:
+    store = open_store(tmp_path, bytes_a_day=1 << 40)
+    waiter = Waiter(1)
+    store.submit_write([PartWrite(keys(1)[0], pattern(1, PAGE_BYTES), value_s_per_byte=value)], waiter)
+    assert waiter.failures() == {keys(1)[0]: None}
+    store.close(WAIT_S)
+
+
 def test_another_length_under_a_key_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     key = keys(1)[0]

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
@@ -125,6 +125,11 @@ class KVTierConnector(OffloadingConnector):
             if req_id is not None and job_id in failed:
                 results.failed_recving.add(req_id)
         return results
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_worker is not None:
+            return self._worker.take_stats()
+        return super().get_kv_connector_stats()
 
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         meta = super().build_connector_worker_meta()

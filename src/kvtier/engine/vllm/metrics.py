@@ -22,6 +22,10 @@ _COUNTERS = {
     "dram_evicted_parts": "Parts evicted from DRAM",
     "disk_evicted_parts": "Parts evicted from disk",
     "disk_lost_parts": "Parts on disk that were missing, short or wrong when read",
+    "disk_written_bytes": "Bytes written to disks, by all ranks",
+    "disk_read_bytes": "Bytes read from disks, by all ranks",
+    "disk_corrupt_parts": "Parts that a disk gave back otherwise than they were written",
+    "disk_over_budget_bytes": "Bytes not written because of disk_bytes_a_day",
     "resets": "Times that everything was dropped",
 }
 _BY_REASON = {

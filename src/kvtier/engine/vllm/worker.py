@@ -1,9 +1,11 @@
 """The worker's side of offloading: vLLM's jobs, turned into jobs of the data plane."""
 
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -13,11 +15,16 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.engine.dataplane import DataPlane
+from kvtier.engine.disk import disk_counters
 from kvtier.engine.layout import GroupLayout, Piece, Region
 from kvtier.engine.vllm.messages import PartsSpec
+from kvtier.engine.vllm.metrics import stats_of
 from kvtier.store.moves import Action, LoadFailed, Outcome, PartPlace, StoreFailed
+from kvtier.tier.disk.segment_store import SegmentStore
 
 logger = logging.getLogger(__name__)
+
+_REPORT_EVERY_S = 1.0
 
 
 def layouts_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[GroupLayout]:
@@ -55,9 +62,18 @@ class KVTierWorker(OffloadingWorker):
     """Hands vLLM's jobs to a DataPlane, and keeps what failed for the connector to report."""
 
     def __init__(
-        self, plane: DataPlane, blocks_per_chunk: int, *, wait_deadline_s: float, close_deadline_s: float
+        self,
+        plane: DataPlane,
+        blocks_per_chunk: int,
+        disk: SegmentStore | None,
+        *,
+        wait_deadline_s: float,
+        close_deadline_s: float,
     ) -> None:
         self._plane = plane
+        self._disk = disk
+        self._reported: dict[str, int] = {}
+        self._report_at_s = 0.0
         self._blocks_per_chunk = blocks_per_chunk
         self._wait_deadline_s = wait_deadline_s
         self._close_deadline_s = close_deadline_s
@@ -114,6 +130,15 @@ class KVTierWorker(OffloadingWorker):
         self._plane.close(self._close_deadline_s)
 
     # ---- for the connector
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """What has gone over this rank's disk since the last report, at most once a second; None for nothing new."""
+        now_s = time.monotonic()
+        if self._disk is None or now_s < self._report_at_s:
+            return None
+        self._report_at_s = now_s + _REPORT_EVERY_S
+        stats = stats_of(disk_counters(self._disk), self._reported, {})
+        return None if stats.is_empty() else stats
 
     def act(self, actions: Sequence[Action]) -> None:
         """Take the control plane's actions of one step."""

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 Key = bytes
 
@@ -67,8 +68,7 @@ class PartRead:
     buffer: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class PartDone:
+class PartDone(NamedTuple):
     """One part's end: `failure` is None where it succeeded, `detail` then is empty."""
 
     key: Key
@@ -76,8 +76,7 @@ class PartDone:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PartEntry:
+class PartEntry(NamedTuple):
     """A published part, as the catalog knows it.
 
     Attributes:

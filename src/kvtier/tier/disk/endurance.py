@@ -110,6 +110,8 @@ class WriteBudget:
 
     def score(self, key: bytes, value_s_per_byte: float, depth_tokens: int) -> float:
         """Worth of writing a byte of `key`: the higher, the sooner."""
+        if not math.isfinite(value_s_per_byte) or value_s_per_byte < 0:
+            value_s_per_byte = 0.0
         again = self._seen.get(key, 0)
         likelihood = (0.25 + again) / (1.0 + again) / (1.0 + depth_tokens / _DEPTH_HALF_TOKENS)
         return (value_s_per_byte or 1e-9) * likelihood

@@ -33,6 +33,7 @@ import errno
 import fcntl
 import gc
 import json
+import math
 import os
 import sqlite3
 import threading
@@ -1156,7 +1157,8 @@ class SegmentStore(PartStore):
                         write.part.buffer.nbytes,
                         write.head_hash,
                         write.part.depth_tokens,
-                        write.part.value_s_per_byte,
+                        # What is no number would fail the whole batch.
+                        write.part.value_s_per_byte if math.isfinite(write.part.value_s_per_byte) else 0.0,
                         self._used,
                     )
                 )
