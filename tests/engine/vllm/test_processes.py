@@ -12,7 +12,7 @@ from tests.engine.vllm.cases import LLAMA, LOGPROBS, ask_crowd, assert_same, cou
 from tests.engine.vllm.conftest import Fork
 
 from kvtier.testing import forks
-from kvtier.testing.vllm.driver import Answer, Engine
+from kvtier.testing.vllm.driver import Answer, Engine, fork_processes
 
 pytestmark = pytest.mark.engine
 
@@ -22,6 +22,7 @@ TENSOR_PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "m
 
 def two_workers(model: Path, disk: Path | None) -> Engine:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    fork_processes()
     settings = None if disk is None else kvtier_settings(disk)
     return LLAMA.engine(model, kvtier=settings, **TENSOR_PARALLEL)
 
@@ -130,6 +131,7 @@ def test_one_rank_lost_its_data(fork: Fork, checkpoint: Callable[[str], Path], s
 def own_process(model: Path, disk: Path) -> Any:
     """An engine whose core is in a process of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    fork_processes()
     return LLAMA.engine(model, kvtier=kvtier_settings(disk))
 
 
