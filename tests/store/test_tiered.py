@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier.policy.admission import AdmissionLimits
+from kvtier.policy.base import RequestInfo
+from kvtier.policy.ingestion import IngestionLimits, IngestionType
+from kvtier.policy.registry import policy_names
 from kvtier.store.moves import (
     NO_SLOT,
     DeleteParts,
@@ -234,6 +238,82 @@ def test_a_write_over_budget_neither_suspends_nor_shrinks() -> None:
     store.check()
 
 
+def written_keys(store: TieredStore) -> list[bytes]:
+    return [part.key for action in store.take_actions() if isinstance(action, WriteParts) for part in action.parts]
+
+
+def test_ingestion_hot_writes_what_was_used() -> None:
+    store = TieredStore(replace(LIMITS, ingestion=IngestionLimits(IngestionType.HOT)))
+    store_parts(store, 0, 1)
+    assert written_keys(store) == []
+    store.begin_load(parts(0), "r", 1.0)
+    assert written_keys(store) == [], "not on the read path"
+    store.end_load("r", 1.0)
+    store.tick(1.0)
+    assert written_keys(store) == keys(0)
+    store.check()
+
+
+def test_ingestion_evicted_writes_before_the_slot_goes_and_loses_nothing() -> None:
+    store = TieredStore(replace(LIMITS, ingestion=IngestionLimits(IngestionType.EVICTED)))
+    store_parts(store, 0, 1, 2, 3)
+    assert written_keys(store) == []
+    assert store.begin_store(parts(4), 1.0) is None
+    assert store.leading_run(keys(0, 1, 2, 3)) == (4, False)
+    finish_writes(store)
+    assert store.gauges()["disk_parts"] > 0
+    store_parts(store, 4, now_s=2.0)
+    assert store.leading_run(keys(0, 1, 2, 3, 4)) == (5, False)
+    store.check()
+
+
+def test_ingestion_evicted_does_not_hold_memory_for_a_disk_that_refuses() -> None:
+    store = TieredStore(replace(LIMITS, ingestion=IngestionLimits(IngestionType.EVICTED)))
+    store_parts(store, 0, 1, 2, 3)
+    store.begin_store(parts(4), 1.0)
+    finish_writes(store, dict.fromkeys(keys(0, 1, 2, 3), "io: EIO"), now_s=1.0)
+    store_parts(store, 4, now_s=2.0)
+    assert store.presence(key(4)) is Presence.HIT
+    store.check()
+
+
+def test_what_was_read_from_disk_is_not_written_back() -> None:
+    store = TieredStore(LIMITS)
+    for number in range(5):
+        store_parts(store, number)
+        finish_writes(store)
+    assert store.source(key(0)) is Source.DISK
+    store.begin_load(parts(0), "r", 1.0)
+    store.end_load("r", 1.0)
+    store.tick(1.0)
+    assert written_keys(store) == []
+
+
+def test_writes_in_flight_are_bounded_in_bytes_and_tokens() -> None:
+    for limits in (
+        IngestionLimits(IngestionType.ALL, inflight_bytes_max=2 * SLOT),
+        IngestionLimits(IngestionType.ALL, inflight_tokens_max=32),
+    ):
+        store = TieredStore(replace(LIMITS, ingestion=limits, part_tokens=(16,)))
+        store_parts(store, 0, 1, 2, 3)
+        assert store.gauges()["writes_in_flight"] == 1
+        (first,) = store.take_actions()
+        assert isinstance(first, WriteParts) and len(first.parts) == 2
+        store.apply(WriteDone(first.move_id, {}), 0.0)
+        assert written_keys(store) == keys(2, 3)
+        store.check()
+
+
+def test_admission_takes_only_what_was_asked_for_twice() -> None:
+    store = TieredStore(replace(LIMITS, admission=AdmissionLimits(seen_min=2)))
+    for asked in (keys(0, 1), keys(0, 2)):
+        store.request(RequestInfo(asked), 0.0)
+    store_parts(store, 0, 1, 2)
+    assert written_keys(store) == keys(0)
+    assert store.counters["write_refused_parts"] == 2
+    store.check()
+
+
 def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1, 2, 3)
@@ -307,10 +387,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sizes = (SLOT, 3 * SLOT)
-        limits = StoreLimits(
-            slot_bytes=self.sizes, arena_bytes=16 * SLOT, disk_bytes=20 * SLOT, rank_count=1, disk_retry_s=3.0
-        )
-        self.store = TieredStore(limits)
+        self.begin(IngestionType.ALL, "lru")
         self.now_s = 0.0
         self.slot_key: dict[int, bytes] = {}
         self.disk: set[bytes] = set()
@@ -319,6 +396,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: list[LoadPlan] = []
         self.commands: list[WriteParts | DeleteParts | ResetTier] = []
         self.owner = 0
+
+    @initialize(ingestion=st.sampled_from(IngestionType), policy=st.sampled_from(policy_names()))
+    def begin(self, ingestion: IngestionType, policy: str) -> None:
+        limits = StoreLimits(
+            slot_bytes=self.sizes,
+            arena_bytes=16 * SLOT,
+            disk_bytes=20 * SLOT,
+            disk_retry_s=3.0,
+            dram_policy=policy,
+            disk_policy=policy,
+            ingestion=IngestionLimits(ingestion, inflight_bytes_max=8 * SLOT),
+        )
+        self.store = TieredStore(limits)
 
     def tokens(self, numbers: list[int]) -> list[Part]:
         return [Part(key(n), n % 2, n) for n in numbers]
