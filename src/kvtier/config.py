@@ -90,6 +90,24 @@ class Config:
     disk_durability: str = _setting(
         "flush", _one_of(*DURABILITIES), "what a published write survives: none, flush or sync"
     )
+    disk_ingestion: str = _setting(
+        "all",
+        _one_of("all", "hot", "evicted"),
+        "what DRAM holds is written when stored, when used again, or when evicted",
+    )
+    disk_inflight_bytes_max: int = _setting(1 << 30, parse_bytes, "writes in flight, in bytes of one rank", low=1)
+    disk_inflight_tokens_max: int = _setting(
+        0, _parse_int, "writes in flight, in tokens; 0 for no bound of its own", low=0
+    )
+    disk_admission_seen_min: int = _setting(
+        1,
+        _parse_int,
+        "times that a part must have been asked for to be written: 1 for all, 2 keeps one-time prompts out",
+        low=1,
+    )
+    disk_admission_by_value: bool = _setting(
+        False, _parse_bool, "write only what is worth no less than what would have to leave the disk for it"
+    )
     disk_bytes_a_day: int = _setting(
         0, parse_bytes, "what the drive may be written in a day, shared equally by ranks; 0 for no limit", low=0
     )

@@ -18,15 +18,15 @@ import numpy as np
 from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane, JobResult
-from kvtier.engine.disk import open_disk
 from kvtier.engine.layout import GroupLayout, Piece, Region
+from kvtier.engine.opening import open_disk, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
 from kvtier.policy.base import RequestInfo
 from kvtier.record.envelope import slot_bytes
 from kvtier.store.moves import PartPlace
-from kvtier.store.tiered import Part, StoreLimits, TieredStore
+from kvtier.store.tiered import Part, TieredStore
 from kvtier.tier.disk.base import PartStore
 
 ByteBuffer = bytes | bytearray | memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -78,13 +78,11 @@ class Cache:
             verify=config.verify_checksums,
             load_deadline_s=config.load_deadline_s,
         )
-        limits = StoreLimits(
+        limits = store_limits(
+            config,
             slot_bytes=(slot,),
             arena_bytes=self._plane.slots_bytes,
             disk_bytes=config.disk_bytes if disk is not None else 0,
-            write_deadline_s=config.write_deadline_s,
-            dram_policy=config.dram_policy,
-            disk_policy=config.disk_policy,
         )
         self.store = TieredStore(limits, generation=self._plane.generation)
         if disk is not None:
