@@ -187,6 +187,20 @@ def test_a_buffer_of_another_size_is_refused(size: int) -> None:
             cache.get(keys(0), [bytes(PART)])
 
 
+@pytest.mark.parametrize("where", ["dram", "disk"])
+def test_a_key_wanted_twice_comes_twice(tmp_path: Path, where: str) -> None:
+    with open_cache(tmp_path / "d") as cache:
+        assert put(cache, 0, 1) == 2
+        assert cache.flush(20)
+        if where == "disk":
+            cache.close()
+            cache = open_cache(tmp_path / "d")
+        assert get(cache, 0, 0, 1, 0) == 4
+        cache.store.check()
+        assert get(cache, 0, 1) == 2
+        assert cache.close()
+
+
 def test_a_closed_cache_says_so() -> None:
     cache = open_cache(None)
     assert cache.close() and cache.close()

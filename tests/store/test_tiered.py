@@ -301,6 +301,15 @@ def test_a_second_load_of_one_owner_is_refused() -> None:
         store.begin_load([], "r", 0.0)
 
 
+def test_a_key_twice_in_a_load_is_refused() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0)
+    with pytest.raises(ValueError, match="twice"):
+        store.begin_load(parts(0, 0), "r", 0.0)
+    assert store.gauges()["loads_in_flight"] == 0
+    store.check()
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Random events on two ranks' worth of answers; a model holds what every slot and the disk really contain."""
 

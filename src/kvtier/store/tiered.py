@@ -241,6 +241,8 @@ class TieredStore:
         """
         if owner in self._loads:
             raise ValueError(f"owner {owner!r} has a load already: end it first")
+        if len({part.key for part in wanted}) != len(wanted):
+            raise ValueError(f"owner {owner!r} wants a key twice in one load: ask for it once")
         parts: list[PartPlace] = []
         slots: list[_Slot | None] = []
         from_disk: list[int] = []
