@@ -179,10 +179,10 @@ class Cache:
         end_s = time.monotonic() + deadline_s
         with self._lock:
             self._step()
-            while self.store.has_pending() and time.monotonic() < end_s:
+            while not self.store.settled() and time.monotonic() < end_s:
                 self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
                 self._step()
-            return not self.store.has_pending()
+            return self.store.settled()
 
     def close(self) -> bool:
         """Flush, as long as `close_deadline_s` allows, and let go of everything. True if all was published."""
