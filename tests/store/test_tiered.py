@@ -327,6 +327,38 @@ def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> Non
     store.check()
 
 
+def test_a_read_that_never_ends_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
+    store = TieredStore(LIMITS)
+    store.fill_from_disk([(key(n), 0, 16) for n in range(4)], 0.0)
+    load = store.begin_load(parts(0, 1, 2, 3), "r", 0.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 30.0)
+    assert not store.end_load("r", 30.0)
+    assert store.has_pending()
+    store.tick(30.0 + LIMITS.write_deadline_s)
+    assert not store.has_pending(), "an engine that waits for all to end before it sleeps would never sleep"
+    assert not store.settled()
+    assert store.begin_store(parts(9), 100.0) is None
+    store.apply(LoadReleased(load.load_id), 200.0)
+    assert store.begin_store(parts(9), 200.0) is not None
+    assert store.settled()
+    store.check()
+
+
+def test_a_fence_that_is_never_passed_stops_keeping_the_engine_awake() -> None:
+    store = TieredStore(LIMITS)
+    store.begin_store(parts(0, 1, 2, 3), 0.0)
+    store.reset(0.0)
+    (reset,) = store.take_actions()
+    assert isinstance(reset, ResetTier)
+    assert store.has_pending()
+    store.tick(LIMITS.write_deadline_s)
+    assert not store.has_pending() and not store.settled()
+    assert store.begin_store(parts(9), 100.0) is None, "old copies may still be under way"
+    store.apply(FenceDone(reset.fence_id), 200.0)
+    assert store.begin_store(parts(9), 200.0) is not None and store.settled()
+    store.check()
+
+
 def test_a_store_that_failed_leaves_a_miss() -> None:
     store = TieredStore(LIMITS)
     store.begin_store(parts(0, 1), 0.0)
@@ -379,6 +411,15 @@ def test_a_second_load_of_one_owner_is_refused() -> None:
     store.begin_load([], "r", 0.0)
     with pytest.raises(ValueError, match="'r'"):
         store.begin_load([], "r", 0.0)
+
+
+def test_a_key_twice_in_a_load_is_refused() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0)
+    with pytest.raises(ValueError, match="twice"):
+        store.begin_load(parts(0, 0), "r", 0.0)
+    assert store.gauges()["loads_in_flight"] == 0
+    store.check()
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -141,9 +141,13 @@ class Cache:
                     return 0
                 self._next_job += 1
                 job = self._next_job
-                wanted = [Part(key, 0, depth) for depth, key in enumerate(keys[: run.length], start=1)]
+                # A key that is wanted twice is one part, copied to two places.
+                found = keys[: run.length]
+                place_of = {key: place for place, key in enumerate(dict.fromkeys(found))}
+                wanted = [Part(key, 0, place + 1) for key, place in place_of.items()]
                 plan = self.store.begin_load(wanted, str(job), time.monotonic())
-                self._plane.submit_load(job, plan.load_id, plan.parts, self._piece(addresses[: run.length]))
+                piece = self._piece(addresses[: run.length], [place_of[key] for key in found])
+                self._plane.submit_load(job, plan.load_id, plan.parts, piece)
                 self._wait(job)
                 if self.store.end_load(str(job), time.monotonic()):
                     self._step()
@@ -164,10 +168,10 @@ class Cache:
         end_s = time.monotonic() + deadline_s
         with self._lock:
             self._step()
-            while self.store.has_pending() and time.monotonic() < end_s:
+            while not self.store.settled() and time.monotonic() < end_s:
                 self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
                 self._step()
-            return not self.store.has_pending()
+            return self.store.settled()
 
     def close(self) -> bool:
         """Flush, as long as `close_deadline_s` allows, and let go of everything. True if all was published."""
@@ -195,12 +199,12 @@ class Cache:
             raise ValueError("a buffer to be filled is read-only: pass a bytearray, or a writable array")
         return array.ctypes.data
 
-    def _piece(self, addresses: Sequence[int]) -> list[Piece]:
-        return [Piece(0, tuple(range(len(addresses))), np.array(addresses, dtype=np.int64), 0)]
+    def _piece(self, addresses: Sequence[int], places: Sequence[int]) -> list[Piece]:
+        return [Piece(0, tuple(places), np.array(addresses, dtype=np.int64), 0)]
 
     def _submit_store(self, places: Sequence[PartPlace], addresses: Sequence[int]) -> int:
         self._next_job += 1
-        self._plane.submit_store(self._next_job, places, self._piece(addresses))
+        self._plane.submit_store(self._next_job, places, self._piece(addresses, range(len(places))))
         return self._next_job
 
     def _step(self) -> None:

@@ -98,7 +98,8 @@ class StoreLimits:
         arena_bytes: the DRAM tier.
         disk_bytes: the disk tier, 0 for none.
         rank_count: how many ranks answer each action.
-        write_deadline_s: after this a disk write no longer keeps the engine stepping, and counts as failed.
+        write_deadline_s: after this a disk write, a read given up, or a reset that a rank has not carried out no longer keeps
+            the engine stepping; its slots stay its own until it ends.
         disk_retry_s: how long a full disk counts as that full, and a failing one gets no writes.
         dram_policy, disk_policy: names in `kvtier.policy.registry`.
         ingestion: which parts are written from DRAM to disk, when, and how many at a time.
@@ -168,6 +169,8 @@ class _Owed:
 
     ranks_left: int
     slots: list[_Slot]
+    deadline_s: float
+    expired: bool = False
 
 
 def _kind(reason: str) -> str:
@@ -265,6 +268,8 @@ class TieredStore:
         """
         if owner in self._loads:
             raise ValueError(f"owner {owner!r} has a load already: end it first")
+        if len({part.key for part in wanted}) != len(wanted):
+            raise ValueError(f"owner {owner!r} wants a key twice in one load: ask for it once")
         parts: list[PartPlace] = []
         slots: list[_Slot | None] = []
         from_disk: list[int] = []
@@ -327,7 +332,7 @@ class TieredStore:
             else:
                 self._release(slot)
         if held:
-            self._held[load.load_id] = _Owed(load.ranks_holding, held)
+            self._held[load.load_id] = _Owed(load.ranks_holding, held, now_s + self.limits.write_deadline_s)
         for key in load.lost:
             self._forget_disk(key, now_s)
         if failed:
@@ -407,22 +412,29 @@ class TieredStore:
                 self._one_rank_less(self._held, outcome.load_id)
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass: a write that is late counts as failed; its slots stay its own until it ends."""
+        """Let deadlines pass: what is late is not waited for any more; its slots stay its own until it ends."""
         for write in self._writes.values():
             if not write.expired and now_s >= write.deadline_s:
                 write.expired = True
                 self.counters["write_late"] += 1
                 self._notice(f"a disk write took longer than {self.limits.write_deadline_s} s")
         self._ingest(now_s)
+        for owed in (*self._fences.values(), *self._held.values()):
+            if not owed.expired and now_s >= owed.deadline_s:
+                owed.expired = True
+                self._notice(f"a read or a reset has not ended {self.limits.write_deadline_s} s after it was given up")
         if now_s >= self._disk_retry_at_s:
             self._disk_limit_bytes = self.limits.disk_bytes
             self._disk_suspended = False
 
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""
-        return bool(
-            self._actions or self._fences or self._held or any(not write.expired for write in self._writes.values())
-        )
+        awaited: list[_Write | _Owed] = [*self._writes.values(), *self._fences.values(), *self._held.values()]
+        return bool(self._actions) or any(not move.expired for move in awaited)
+
+    def settled(self) -> bool:
+        """Whether nothing is under way, what is late included."""
+        return not (self._actions or self._writes or self._fences or self._held)
 
     def take_actions(self) -> list[Action]:
         """What every rank has to do, in this order. Each is handed out once."""
@@ -477,7 +489,7 @@ class TieredStore:
         self._ingestion.reset()
         self._disk_used_bytes = 0
         fence_id = self._new_id()
-        self._fences[fence_id] = _Owed(self.limits.rank_count, owed)
+        self._fences[fence_id] = _Owed(self.limits.rank_count, owed, now_s + self.limits.write_deadline_s)
         self._actions.append(ResetTier(self.generation, fence_id))
         self.counters["resets"] += 1
 
