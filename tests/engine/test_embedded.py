@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -110,9 +111,10 @@ def test_a_second_cache_on_one_path_is_refused(tmp_path: Path) -> None:
         open_cache(tmp_path / "d")
 
 
-def faulty(tmp_path: Path) -> tuple[Cache, FaultyPartStore]:
+def faulty(tmp_path: Path, **changes: Any) -> tuple[Cache, FaultyPartStore]:
     disk = FaultyPartStore(SegmentStore(tmp_path, namespace=b"n" * 16, capacity_bytes=64 * SLOT))
-    cache = Cache(PART, {}, disk=disk, dram_bytes=4 * SLOT, disk_bytes=64 * SLOT, load_deadline_s=0.2)
+    values = {"dram_bytes": 4 * SLOT, "disk_bytes": 64 * SLOT, "load_deadline_s": 0.2} | changes
+    cache = Cache(PART, {}, disk=disk, **values)
     for number in range(6):
         put(cache, number)
     assert cache.flush(20)
@@ -153,6 +155,19 @@ def test_a_stalled_disk_is_a_miss_at_the_deadline_and_serves_again_when_it_wakes
     cache.close()
 
 
+def test_a_write_that_hangs_is_not_reported_as_flushed(tmp_path: Path) -> None:
+    cache, disk = faulty(tmp_path, write_deadline_s=0.0)
+    held: list[Any] = []
+    disk.submit_write = lambda *args, **kwargs: held.append((args, kwargs))  # type: ignore[method-assign, assignment, return-value]
+    assert put(cache, 10) == 1
+    assert not cache.flush(0.05)
+    ((args, kwargs),) = held
+    disk.inner.submit_write(*args, **kwargs)
+    assert cache.flush(20)
+    cache.store.check()
+    cache.close()
+
+
 def test_a_full_disk_leaves_dram_serving(tmp_path: Path) -> None:
     cache, disk = faulty(tmp_path)
     disk.write_failure = PartFailure.NO_SPACE
@@ -185,6 +200,20 @@ def test_a_buffer_of_another_size_is_refused(size: int) -> None:
             cache.put(keys(0), [bytes(size)])
         with pytest.raises(ValueError, match="read-only"):
             cache.get(keys(0), [bytes(PART)])
+
+
+@pytest.mark.parametrize("where", ["dram", "disk"])
+def test_a_key_wanted_twice_comes_twice(tmp_path: Path, where: str) -> None:
+    with open_cache(tmp_path / "d") as cache:
+        assert put(cache, 0, 1) == 2
+        assert cache.flush(20)
+        if where == "disk":
+            cache.close()
+            cache = open_cache(tmp_path / "d")
+        assert get(cache, 0, 0, 1, 0) == 4
+        cache.store.check()
+        assert get(cache, 0, 1) == 2
+        assert cache.close()
 
 
 def test_a_closed_cache_says_so() -> None:

@@ -18,15 +18,15 @@ import numpy as np
 from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane, JobResult
-from kvtier.engine.disk import open_disk
 from kvtier.engine.layout import GroupLayout, Piece, Region
+from kvtier.engine.opening import open_disk, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
 from kvtier.policy.base import RequestInfo
 from kvtier.record.envelope import slot_bytes
 from kvtier.store.moves import PartPlace
-from kvtier.store.tiered import Part, StoreLimits, TieredStore
+from kvtier.store.tiered import Part, TieredStore
 from kvtier.tier.disk.base import PartStore
 
 ByteBuffer = bytes | bytearray | memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -78,13 +78,11 @@ class Cache:
             verify=config.verify_checksums,
             load_deadline_s=config.load_deadline_s,
         )
-        limits = StoreLimits(
+        limits = store_limits(
+            config,
             slot_bytes=(slot,),
             arena_bytes=self._plane.slots_bytes,
             disk_bytes=config.disk_bytes if disk is not None else 0,
-            write_deadline_s=config.write_deadline_s,
-            dram_policy=config.dram_policy,
-            disk_policy=config.disk_policy,
         )
         self.store = TieredStore(limits, generation=self._plane.generation)
         if disk is not None:
@@ -143,9 +141,13 @@ class Cache:
                     return 0
                 self._next_job += 1
                 job = self._next_job
-                wanted = [Part(key, 0, depth) for depth, key in enumerate(keys[: run.length], start=1)]
+                # A key that is wanted twice is one part, copied to two places.
+                found = keys[: run.length]
+                place_of = {key: place for place, key in enumerate(dict.fromkeys(found))}
+                wanted = [Part(key, 0, place + 1) for key, place in place_of.items()]
                 plan = self.store.begin_load(wanted, str(job), time.monotonic())
-                self._plane.submit_load(job, plan.load_id, plan.parts, self._piece(addresses[: run.length]))
+                piece = self._piece(addresses[: run.length], [place_of[key] for key in found])
+                self._plane.submit_load(job, plan.load_id, plan.parts, piece)
                 self._wait(job)
                 if self.store.end_load(str(job), time.monotonic()):
                     self._step()
@@ -166,10 +168,10 @@ class Cache:
         end_s = time.monotonic() + deadline_s
         with self._lock:
             self._step()
-            while self.store.has_pending() and time.monotonic() < end_s:
+            while not self.store.settled() and time.monotonic() < end_s:
                 self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
                 self._step()
-            return not self.store.has_pending()
+            return self.store.settled()
 
     def close(self) -> bool:
         """Flush, as long as `close_deadline_s` allows, and let go of everything. True if all was published."""
@@ -197,12 +199,12 @@ class Cache:
             raise ValueError("a buffer to be filled is read-only: pass a bytearray, or a writable array")
         return array.ctypes.data
 
-    def _piece(self, addresses: Sequence[int]) -> list[Piece]:
-        return [Piece(0, tuple(range(len(addresses))), np.array(addresses, dtype=np.int64), 0)]
+    def _piece(self, addresses: Sequence[int], places: Sequence[int]) -> list[Piece]:
+        return [Piece(0, tuple(places), np.array(addresses, dtype=np.int64), 0)]
 
     def _submit_store(self, places: Sequence[PartPlace], addresses: Sequence[int]) -> int:
         self._next_job += 1
-        self._plane.submit_store(self._next_job, places, self._piece(addresses))
+        self._plane.submit_store(self._next_job, places, self._piece(addresses, range(len(places))))
         return self._next_job
 
     def _step(self) -> None:

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import Config
-from kvtier.engine.disk import disk_counters
+from kvtier.engine.opening import disk_counters
 from kvtier.engine.vllm import metrics, startup
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake, KVTierWorkerMetadata, PartsSpec
@@ -211,7 +211,7 @@ def test_every_metric_reported_is_declared_and_only_changes_are() -> None:
     assert values.keys() <= declared.keys()
     for name, by_label in values.items():
         assert all(len(labels) == len(declared[name].labelnames) for labels in by_label)
-    assert values["kvtier:load_failed_by_reason"] == {("io",): 1}
+    assert values["vllm:kvtier_load_failed_by_reason"] == {("io",): 1}
     again = manager.get_stats()
     assert again is not None
     assert not [n for n in again.data["data"] if isinstance(declared[n], OffloadingCounterMetadata)]
@@ -223,7 +223,7 @@ def test_what_goes_over_the_disk_is_reported_once_and_declared(tmp_path: Path) -
     assert set(write_parts(disk, {b"k" * 32: pattern(1, SLOT)}).values()) == {None}
     stats = worker.take_stats()
     assert stats is not None
-    assert stats.data["data"] == {"kvtier:disk_written_bytes": {(): SLOT}}
+    assert stats.data["data"] == {"vllm:kvtier_disk_written_bytes": {(): SLOT}}
     assert worker.take_stats() is None, "at most once a second"
     assert {metrics.counter_name(name) for name in disk_counters(disk)} <= metrics.definitions().keys()
     disk.close(5.0)

@@ -44,8 +44,11 @@ _GAUGES = {
 
 
 def counter_name(counter: str) -> str:
-    """Prometheus name of a counter of the store; vLLM adds `_total`."""
-    return f"kvtier:{counter}"
+    """Prometheus name of a counter of the store; the client adds `_total`.
+
+    Under vLLM's own prefix, since vLLM unregisters by it when a second engine starts in one process.
+    """
+    return f"vllm:kvtier_{counter}"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:

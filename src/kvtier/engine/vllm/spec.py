@@ -20,11 +20,12 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
 from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane
-from kvtier.engine.disk import open_disk
+from kvtier.engine.opening import open_disk
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake
 from kvtier.engine.vllm.metrics import definitions
+from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of
 from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace
@@ -66,12 +67,17 @@ class KVTierSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            self._manager = KVTierManager(self.settings, [group.group_id for group in self.config.groups])
+            self._manager = KVTierManager(
+                self.settings,
+                [group.group_id for group in self.config.groups],
+                [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block],
+            )
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             self._worker = self._build_worker(kv_caches)
+            let_vllm_scan_llvmlite()
         return self._worker
 
     def _build_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:

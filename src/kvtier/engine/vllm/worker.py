@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.engine.dataplane import DataPlane
-from kvtier.engine.disk import disk_counters
 from kvtier.engine.layout import GroupLayout, Piece, Region
+from kvtier.engine.opening import disk_counters
 from kvtier.engine.vllm.messages import PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.store.moves import Action, LoadFailed, Outcome, PartPlace, StoreFailed

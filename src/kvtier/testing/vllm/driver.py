@@ -121,6 +121,10 @@ class Engine:
 
     def __init__(self, model: Path, *, kvtier: Mapping[str, Any] | None = None, **settings: Any) -> None:
         import_vllm()
+        from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
+
+        # Tests in this process may have loaded numba already.
+        let_vllm_scan_llvmlite()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -1,4 +1,4 @@
-"""Opening the disk tier of a rank as the configuration asks."""
+"""From the configuration to what it asks for: the control plane's limits, and the disk tier of a rank."""
 
 import logging
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 from kvtier.config import Config
 from kvtier.identity.namespace import Namespace, write_manifest
 from kvtier.memory.arena import Arena
+from kvtier.policy.admission import AdmissionLimits
+from kvtier.policy.ingestion import IngestionLimits, IngestionType
+from kvtier.store.tiered import StoreLimits
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.segment_store import SegmentStore
 
@@ -52,6 +55,34 @@ def open_disk(
             root,
         )
     return store
+
+
+def store_limits(
+    config: Config,
+    *,
+    slot_bytes: tuple[int, ...],
+    arena_bytes: int,
+    disk_bytes: int,
+    rank_count: int = 1,
+    part_tokens: tuple[int, ...] = (),
+) -> StoreLimits:
+    """Limits of a TieredStore, whose sizes are those of one rank."""
+    return StoreLimits(
+        slot_bytes=slot_bytes,
+        arena_bytes=arena_bytes,
+        disk_bytes=disk_bytes,
+        rank_count=rank_count,
+        write_deadline_s=config.write_deadline_s,
+        dram_policy=config.dram_policy,
+        disk_policy=config.disk_policy,
+        ingestion=IngestionLimits(
+            IngestionType.of(config.disk_ingestion),
+            inflight_bytes_max=config.disk_inflight_bytes_max,
+            inflight_tokens_max=config.disk_inflight_tokens_max,
+        ),
+        admission=AdmissionLimits(seen_min=config.disk_admission_seen_min, by_value=config.disk_admission_by_value),
+        part_tokens=part_tokens,
+    )
 
 
 def disk_counters(store: SegmentStore) -> dict[str, int]:
