@@ -144,6 +144,11 @@ class KVTierWorker(OffloadingWorker):
         """Take the control plane's actions of one step."""
         self._plane.act(actions)
 
+    def wait_for_news(self, deadline_s: float) -> None:
+        """Sleep until something ended, at most `deadline_s` seconds."""
+        if not (self._outcomes or self._refused):
+            self._plane.wait_for_news(deadline_s)
+
     def take_outcomes(self) -> list[Outcome]:
         """Outcomes since the last call."""
         outcomes, self._outcomes = self._outcomes, []
