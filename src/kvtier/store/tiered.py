@@ -420,13 +420,16 @@ class TieredStore:
         notices, self._notices = self._notices, []
         return notices
 
-    def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float) -> None:
+    def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float, strays: Sequence[Key] = ()) -> None:
         """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first.
 
-        What is over capacity is deleted, oldest first.
+        What is over capacity is deleted, oldest first, and so are `strays`, which only some ranks have: they would take room
+        that nobody counts, and stand in the way when their keys are written again.
         """
         if self._disk_policy is None:
             return
+        if strays:
+            self._actions.append(DeleteParts(list(strays)))
         for key, group, depth in entries:
             size = self.limits.slot_bytes[group]
             self._disk[key] = group
