@@ -322,12 +322,13 @@ class TieredStore:
         leading ones that can are taken.
         """
         new: dict[Key, Part] = {}
-        room_bytes = self.limits.arena_bytes
+        need: Counter[int] = Counter()
         for part in wanted:
             if part.key in self._dram or part.key in self._disk or part.key in new:
                 continue
-            room_bytes -= self.limits.slot_bytes[part.group]
-            if room_bytes < 0:
+            need[self._class[part.group]] += 1
+            if not self._slots.holds(need):
+                need[self._class[part.group]] -= 1
                 self.counters["store_refused_parts"] += 1
                 continue
             new[part.key] = part
