@@ -114,7 +114,7 @@ def test_a_second_cache_on_one_path_is_refused(tmp_path: Path) -> None:
 
 def faulty(tmp_path: Path, **changes: Any) -> tuple[Cache, FaultyPartStore]:
     disk = FaultyPartStore(SegmentStore(tmp_path, namespace=b"n" * 16, capacity_bytes=64 * SLOT))
-    values = {"dram_bytes": 4 * SLOT, "disk_bytes": 64 * SLOT, "load_deadline_s": 0.2} | changes
+    values = {"dram_bytes": 4 * SLOT, "disk_bytes": 64 * SLOT, "load_deadline_s": 20.0} | changes
     cache = Cache(PART, {}, disk=disk, **values)
     for number in range(6):
         put(cache, number)
@@ -145,13 +145,15 @@ def test_flipped_bits_are_misses(tmp_path: Path) -> None:
 
 
 def test_a_stalled_disk_is_a_miss_at_the_deadline_and_serves_again_when_it_wakes(tmp_path: Path) -> None:
-    cache, disk = faulty(tmp_path)
+    cache, disk = faulty(tmp_path, load_deadline_s=0.2)
     disk.stall()
     assert get(cache, 0, 1) == 0
     cache.store.check()
     disk.resume()
     assert cache.flush(20)
-    assert get(cache, 0, 1) == 2
+    end_s = time.monotonic() + 20
+    while get(cache, 0, 1) < 2:
+        assert time.monotonic() < end_s, "a machine that is busy may miss the short deadline again, but not for ever"
     cache.store.check()
     cache.close()
 
@@ -222,7 +224,7 @@ def test_a_key_wanted_twice_comes_twice(tmp_path: Path, where: str) -> None:
 
 @pytest.mark.parametrize("call", ["get", "put"])
 def test_an_interrupted_call_lets_go_of_the_callers_buffers_and_of_its_leases(tmp_path: Path, call: str) -> None:
-    cache, disk = faulty(tmp_path, load_deadline_s=20.0)
+    cache, disk = faulty(tmp_path)
     plane, wait_for_news = cache._plane, cache._plane.wait_for_news
     disk.stall()
 
