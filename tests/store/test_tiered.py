@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -131,6 +131,31 @@ def test_what_can_never_fit_is_stored_as_far_as_it_does() -> None:
     places = store.begin_store(parts(*range(10)), 0.0)
     assert places is not None and [place.key for place in places] == keys(0, 1, 2, 3)
     assert store.counters["store_refused_parts"] == 6
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9).map(lambda pages: pages * 4096), min_size=1, max_size=3),
+    pages=st.integers(9, 60),
+    before=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=60),
+    used=st.lists(st.integers(0, 40), max_size=20),
+    wanted=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+)
+def test_where_nothing_is_leased_a_store_never_waits(
+    sizes: list[int], pages: int, before: list[tuple[int, int]], used: list[int], wanted: list[int]
+) -> None:
+    store = TieredStore(StoreLimits(slot_bytes=tuple(sizes), arena_bytes=pages * 4096))
+    for number, group in before:
+        part = Part(b"%d" % number, group % len(sizes))
+        if store.begin_store([part], 0.0):
+            store.end_store([part.key], 0.0)
+    for number in used:
+        if store.presence(b"%d" % number) is Presence.HIT:
+            store.begin_load([Part(b"%d" % number, 0)], "r", 0.0)
+            store.end_load("r", 0.0)
+    new = [Part(b"new%d" % number, group % len(sizes)) for number, group in enumerate(wanted)]
+    places = store.begin_store(new, 0.0)
+    assert places, "it would be asked again at every step, and never be stored"
+    store.check()
 
 
 def test_the_same_key_is_stored_once() -> None:

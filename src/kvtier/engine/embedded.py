@@ -10,14 +10,14 @@ It is the same TieredStore, DataPlane and part store as in an engine, so what ho
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 
 from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
-from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane, JobResult
+from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane
 from kvtier.engine.layout import GroupLayout, Piece, Region
 from kvtier.engine.opening import open_disk, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
@@ -89,7 +89,7 @@ class Cache:
             self.store.fill_from_disk([(e.key, 0, e.depth_tokens) for e in disk.entries()], time.monotonic())
         self._lock = threading.Lock()
         self._next_job = 0
-        self._ended: dict[int, JobResult] = {}
+        self._at_end: dict[int, Callable[[], None]] = {}
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -118,8 +118,7 @@ class Cache:
             if places:
                 address_of = dict(zip(keys, addresses, strict=True))
                 job = self._submit_store(places, [address_of[place.key] for place in places])
-                self._wait(job)
-                self.store.end_store([place.key for place in places], time.monotonic())
+                self._wait(job, lambda: self.store.end_store([place.key for place in places], time.monotonic()))
                 self._step()
             return sum(self.store.leading_run([key]).length for key in keys)
 
@@ -129,6 +128,8 @@ class Cache:
         What lies in a buffer after those is undefined. A part that turns out to be lost or wrong is a miss, and ends the prefix.
         """
         addresses = [self._address(buffer, writable=True) for buffer in buffers]
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: pass one buffer for each key")
         with self._lock:
             self._step()
             first = True
@@ -139,20 +140,8 @@ class Cache:
                     first = False
                 if not run.length:
                     return 0
-                self._next_job += 1
-                job = self._next_job
-                # A key that is wanted twice is one part, copied to two places.
-                found = keys[: run.length]
-                place_of = {key: place for place, key in enumerate(dict.fromkeys(found))}
-                wanted = [Part(key, 0, place + 1) for key, place in place_of.items()]
-                plan = self.store.begin_load(wanted, str(job), time.monotonic())
-                piece = self._piece(addresses[: run.length], [place_of[key] for key in found])
-                self._plane.submit_load(job, plan.load_id, plan.parts, piece)
-                self._wait(job)
-                if self.store.end_load(str(job), time.monotonic()):
-                    self._step()
+                if self._load(keys[: run.length], addresses):
                     return run.length
-                self._step()
                 if self.store.leading_run(keys).length >= run.length:
                     # Nothing was lost: a deadline passed or a copy failed, and trying again would try the same.
                     return 0
@@ -165,21 +154,17 @@ class Cache:
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until what was put is on disk, at most `deadline_s` seconds. True if it is, or was found not to fit."""
-        end_s = time.monotonic() + deadline_s
         with self._lock:
-            self._step()
-            while not self.store.settled() and time.monotonic() < end_s:
-                self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
-                self._step()
-            return self.store.settled()
+            return self._flush(deadline_s)
 
     def close(self) -> bool:
         """Flush, as long as `close_deadline_s` allows, and let go of everything. True if all was published."""
-        if self._closed:
-            return True
-        flushed = self.flush(self.config.close_deadline_s)
-        self._closed = True
-        return self._plane.close(self.config.close_deadline_s) and flushed
+        with self._lock:
+            if self._closed:
+                return True
+            flushed = self._flush(self.config.close_deadline_s)
+            self._closed = True
+            return self._plane.close(self.config.close_deadline_s) and flushed
 
     def __enter__(self) -> "Cache":
         return self
@@ -190,6 +175,14 @@ class Cache:
         self.close()
 
     # ---- inside
+
+    def _flush(self, deadline_s: float) -> bool:
+        end_s = time.monotonic() + deadline_s
+        self._step()
+        while (self._at_end or not self.store.settled()) and time.monotonic() < end_s:
+            self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
+            self._step()
+        return self.store.settled() and not self._at_end
 
     def _address(self, buffer: ByteBuffer, *, writable: bool) -> int:
         array = np.frombuffer(buffer, dtype=np.uint8)
@@ -202,6 +195,20 @@ class Cache:
     def _piece(self, addresses: Sequence[int], places: Sequence[int]) -> list[Piece]:
         return [Piece(0, tuple(places), np.array(addresses, dtype=np.int64), 0)]
 
+    def _load(self, keys: Sequence[bytes], addresses: Sequence[int]) -> bool:
+        self._next_job += 1
+        owner = str(self._next_job)
+        # A key that is wanted twice is one part, copied to two places.
+        place_of = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        wanted = [Part(key, 0, place + 1) for key, place in place_of.items()]
+        plan = self.store.begin_load(wanted, owner, time.monotonic())
+        piece = self._piece(addresses[: len(keys)], [place_of[key] for key in keys])
+        self._plane.submit_load(self._next_job, plan.load_id, plan.parts, piece)
+        went_well: list[bool] = []
+        self._wait(self._next_job, lambda: went_well.append(self.store.end_load(owner, time.monotonic())))
+        self._step()
+        return went_well == [True]
+
     def _submit_store(self, places: Sequence[PartPlace], addresses: Sequence[int]) -> int:
         self._next_job += 1
         self._plane.submit_store(self._next_job, places, self._piece(addresses, range(len(places))))
@@ -213,14 +220,23 @@ class Cache:
             raise StoreUnavailableError("the cache is closed: open another one")
         now_s = time.monotonic()
         results, outcomes = self._plane.poll()
-        self._ended.update((result.job_id, result) for result in results)
         for outcome in outcomes:
             self.store.apply(outcome, now_s)
+        for result in results:
+            at_end = self._at_end.pop(result.job_id, None)
+            if at_end is not None:
+                at_end()
         self.store.tick(now_s)
         self._plane.act(self.store.take_actions())
 
-    def _wait(self, job: int) -> None:
-        while job not in self._ended:
-            self._plane.wait_for_news(1.0)
-            self._step()
-        del self._ended[job]
+    def _wait(self, job: int, at_end: Callable[[], None]) -> None:
+        """Call `at_end` when the job has ended, now or, where the caller is interrupted, in a later step."""
+        self._at_end[job] = at_end
+        try:
+            while job in self._at_end:
+                self._plane.wait_for_news(1.0)
+                self._step()
+        except BaseException:
+            # The buffers are the caller's again: nothing may be copied from or to them after this.
+            self._plane.wait({job}, 0.0)
+            raise

@@ -348,12 +348,13 @@ class TieredStore:
         leading ones that can are taken.
         """
         new: dict[Key, Part] = {}
-        room_bytes = self.limits.arena_bytes
+        need: Counter[int] = Counter()
         for part in wanted:
             if part.key in self._dram or part.key in self._disk or part.key in new:
                 continue
-            room_bytes -= self.limits.slot_bytes[part.group]
-            if room_bytes < 0:
+            need[self._class[part.group]] += 1
+            if not self._slots.holds(need):
+                need[self._class[part.group]] -= 1
                 self.counters["store_refused_parts"] += 1
                 continue
             new[part.key] = part
@@ -446,13 +447,16 @@ class TieredStore:
         notices, self._notices = self._notices, []
         return notices
 
-    def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float) -> None:
+    def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float, strays: Sequence[Key] = ()) -> None:
         """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first.
 
-        What is over capacity is deleted, oldest first.
+        What is over capacity is deleted, oldest first, and so are `strays`, which only some ranks have: they would take room
+        that nobody counts, and stand in the way when their keys are written again.
         """
         if self._disk_policy is None:
             return
+        if strays:
+            self._actions.append(DeleteParts(list(strays)))
         for key, group, depth in entries:
             size = self.limits.slot_bytes[group]
             self._disk[key] = group

@@ -33,7 +33,7 @@ from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake, KVTierWorkerMetadata, PartsSpec
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of, pieces_of
 from kvtier.errors import ConfigError, StoreUnavailableError
-from kvtier.store.moves import LoadFailed, PartPlace, WriteDone, WriteParts
+from kvtier.store.moves import DeleteParts, LoadFailed, PartPlace, WriteDone, WriteParts
 from kvtier.testing.part_store import pattern, write_parts
 from kvtier.tier.disk.segment_store import SegmentStore
 
@@ -141,6 +141,8 @@ def test_only_what_every_rank_has_counts_at_start() -> None:
         LookupResult.MISS,
     ]
     assert manager.get_load_source(b, context()) is CacheHitSource.DISK
+    (delete,) = manager.take_actions()
+    assert isinstance(delete, DeleteParts) and sorted(delete.keys) == sorted([a, c]), "nobody else would ever drop them"
 
 
 def test_a_reset_that_reached_some_ranks_starts_empty() -> None:

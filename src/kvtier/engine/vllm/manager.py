@@ -90,13 +90,14 @@ class KVTierManager(OffloadingManager):
             logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
             self.store.reset(self._clock())
             return
-        common = set.intersection(*({key for key, _ in rank.entries} for rank in ranks))
+        found = [{key for key, _ in rank.entries} for rank in ranks]
+        common = set.intersection(*found)
         entries = [
             (key, self._group_of[get_offload_group_idx(OffloadKey(key))], depth)
             for key, depth in first.entries
             if key in common
         ]
-        self.store.fill_from_disk(entries, self._clock())
+        self.store.fill_from_disk(entries, self._clock(), sorted(set.union(*found) - common))
         if limits.disk_bytes:
             logger.info("kvtier: %d parts found on disk that every rank has", len(entries))
 
