@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.simulate.trace import Trace, TraceError
+from kvtier.simulate.trace import Trace, TraceError, trace_line
 
 DATA = Path(__file__).parents[1] / "data"
 GOOD = '{"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 18446744073709551615]}\n'
@@ -100,3 +100,15 @@ def test_progress_counts_bytes(tmp_path: Path) -> None:
 
 def test_stops_at_requests_max(tmp_path: Path) -> None:
     assert len(list(Trace(write(tmp_path / "m.jsonl", GOOD * 9), requests_max=4))) == 4
+
+
+def test_what_an_engine_writes_is_read_back(tmp_path: Path) -> None:
+    keys = [bytes([7]) * 32, bytes(range(32))]
+    path = tmp_path / "live.jsonl"
+    path.write_bytes(trace_line(1.25, keys, 40, 9, 16) + trace_line(2.5, keys[:1], 17, 0, 16))
+    trace = Trace(path)
+    first, second = trace
+    assert (trace.resolved_format(), trace.tokens_per_block) == ("kvtier", 16)
+    assert (first.time_s, first.input_tokens, first.output_tokens) == (1.25, 40, 9)
+    assert first.block_ids[0] == second.block_ids[0] == 0x0707070707070707
+    assert len(first.block_ids) == 2

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 
 from kvtier import __version__
-from kvtier.cli import bench, config, gc, quickstart, trace
+from kvtier.cli import bench, config, gc, quickstart, simulate, trace
 from kvtier.cli.command import Command, add_commands
 from kvtier.errors import KVTierError
 
 # Adding a command is one file and one name here.
-COMMANDS: tuple[Command, ...] = (bench, config, gc, quickstart, trace)
+COMMANDS: tuple[Command, ...] = (bench, config, gc, quickstart, simulate, trace)
 
 
 def make_parser() -> argparse.ArgumentParser:

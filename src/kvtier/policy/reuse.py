@@ -275,8 +275,12 @@ class ReusePolicy(EvictionPolicy):
                 if key not in given and not is_leased(key):
                     yield key
         finally:
-            for entry in aside:
-                if entry[3] == entry[4].serial:
+            valid = [entry for entry in aside if entry[3] == entry[4].serial]
+            if 4 * len(valid) > len(heap):
+                heap += valid
+                heapify(heap)
+            else:
+                for entry in valid:
                     heappush(heap, entry)
 
     def __len__(self) -> int:
@@ -341,7 +345,7 @@ class ReusePolicy(EvictionPolicy):
         run.queued = True
         heappush(self._heap, (run.hold, run.index[run.bucket] * self._worth_of(run), run.number, run.serial, run))
         if len(self._heap) > self._heap_max:
-            self._heap = [entry for entry in self._heap if entry[3] == entry[4].serial and entry[4].resident]
+            self._heap[:] = [entry for entry in self._heap if entry[3] == entry[4].serial and entry[4].resident]
             heapify(self._heap)
             self._heap_max = 2 * len(self._heap) + 1024
 

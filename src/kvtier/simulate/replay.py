@@ -189,10 +189,10 @@ def replay_infinite(requests: Iterable[TraceRequest]) -> ReplayResult:
     return ReplayResult("infinite", 0, hits, asked, len(present), time.perf_counter() - started)
 
 
-def replay_named(requests: Sequence[TraceRequest], name: str, capacity_blocks: int) -> ReplayResult:
+def replay_named(requests: Iterable[TraceRequest], name: str, capacity_blocks: int) -> ReplayResult:
     """One policy by its registered name, or `min`, or `infinite`."""
     if name == "min":
-        return replay_min(requests, capacity_blocks)
+        return replay_min(list(requests), capacity_blocks)
     if name == "infinite":
         return replay_infinite(requests)
     return replay(requests, make_policy(name, capacity_blocks))

@@ -6,6 +6,8 @@ Formats:
   each block of 512 tokens of the prompt, equal ids meaning an equal prefix up to and including that block.
 - `bailian`: the same with `timestamp` in seconds, blocks of 16 tokens, and `chat_id`, `parent_chat_id`, `turn`,
   `type`, of which none is needed.
+- `kvtier`: what `trace_line` writes for a live engine: the same with `timestamp` in seconds and `block_tokens`, the
+  tokens of one block.
 
 Files may be compressed (`.gz`, `.xz`). Times are given back in seconds.
 """
@@ -25,6 +27,8 @@ from kvtier.errors import KVTierError
 
 HASH_ID_MAX = 2**64 - 1
 TOKENS_PER_BLOCK = {"mooncake": 512, "bailian": 16}
+KVTIER = "kvtier"
+FORMATS = ("auto", *TOKENS_PER_BLOCK, KVTIER)
 
 
 class TraceError(KVTierError, ValueError):
@@ -47,12 +51,13 @@ class TraceRequest(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-class _Line(msgspec.Struct):
+class _Line(msgspec.Struct, omit_defaults=True):
     timestamp: float
     hash_ids: list[int]
     input_length: int = 0
     output_length: int = 0
     chat_id: int | str | None = None
+    block_tokens: int = 0
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -64,7 +69,7 @@ class Trace:
 
     Args:
         path: the file.
-        format: `mooncake`, `bailian`, or `auto` to tell by the first line.
+        format: `mooncake`, `bailian`, `kvtier`, or `auto` to tell by the first line.
         skip_bad: leave out and count lines that are malformed or out of order, instead of raising.
         requests_max: stop after so many good ones.
         progress: called with the bytes read since the last call, of `file_bytes` in all.
@@ -78,8 +83,8 @@ class Trace:
     skipped: int = 0
 
     def __post_init__(self) -> None:
-        if self.format not in ("auto", *TOKENS_PER_BLOCK):
-            known = ", ".join(("auto", *TOKENS_PER_BLOCK))
+        if self.format not in FORMATS:
+            known = ", ".join(FORMATS)
             raise TraceError(f"trace format {self.format!r} is not known: use one of {known}")
 
     @property
@@ -96,18 +101,32 @@ class Trace:
         """The format, found out from the first good line where it is `auto`."""
         if self.format != "auto":
             return self.format
-        with _open(self.path)[1] as lines:
-            for line in itertools.islice(lines, 1000):
-                try:
-                    return "bailian" if _decode(line).chat_id is not None else "mooncake"
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue
-        return "mooncake"
+        first = self._first_good()
+        if first is None:
+            return "mooncake"
+        if first.block_tokens:
+            return KVTIER
+        return "bailian" if first.chat_id is not None else "mooncake"
 
     @property
     def tokens_per_block(self) -> int:
         """Tokens that one block id stands for."""
-        return TOKENS_PER_BLOCK[self.resolved_format()]
+        name = self.resolved_format()
+        if name != KVTIER:
+            return TOKENS_PER_BLOCK[name]
+        first = self._first_good()
+        if first is None or first.block_tokens < 1:
+            raise TraceError(f"{self.path}: block_tokens is missing or not positive on the first line")
+        return first.block_tokens
+
+    def _first_good(self) -> _Line | None:
+        with _open(self.path)[1] as lines:
+            for line in itertools.islice(lines, 1000):
+                try:
+                    return _decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+        return None
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Raises TraceError for the first bad line (unless `skip_bad`), and for a trace without one good line."""
@@ -139,6 +158,16 @@ class Trace:
         if good == 0:
             bad = f" ({self.skipped} bad lines were skipped)" if self.skipped else ""
             raise TraceError(f"{self.path}: the trace has no request{bad}")
+
+
+def trace_line(time_s: float, keys: Sequence[bytes], input_tokens: int, output_tokens: int, block_tokens: int) -> bytes:
+    """One request of a live engine as a line of a `kvtier` trace, newline included.
+
+    Of each key, which must be a hash, its first 8 bytes are kept: no content of a prompt is in a trace.
+    """
+    ids = [int.from_bytes(key[:8], "little") for key in keys]
+    line = _Line(time_s, ids, input_tokens, output_tokens, block_tokens=block_tokens)
+    return msgspec.json.encode(line) + b"\n"
 
 
 def _parse(line: bytes, scale: float, last_s: float) -> TraceRequest:
