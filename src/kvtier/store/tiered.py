@@ -253,12 +253,6 @@ class TieredStore:
             self._admission.asked(request.keys)
 
     def finished(self, keys: Sequence[Key], output_tokens: int, now_s: float) -> None:
-        """The request with these prompt keys has been answered, in so many tokens."""
-        self._dram_policy.finished(keys, output_tokens, now_s)
-        if self._disk_policy is not None:
-            self._disk_policy.finished(keys, output_tokens, now_s)
-
-    def finished(self, keys: Sequence[Key], output_tokens: int, now_s: float) -> None:
         """The request with these prompt keys has been answered: policies that learn from answers' lengths are told."""
         self._dram_policy.finished(keys, output_tokens, now_s)
         if self._disk_policy is not None:
