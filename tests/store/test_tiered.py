@@ -179,6 +179,28 @@ def test_a_lost_part_leaves_every_tier_and_its_neighbours_stay_on_disk() -> None
     store.check()
 
 
+def test_a_part_found_bad_in_dram_is_not_served_again() -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=0))
+    store_parts(store, 0, 1)
+    load = store.begin_load(parts(0, 1), "r", 1.0)
+    store.apply(LoadFailed(load.load_id, {key(1): "checksum"}, ""), 1.0)
+    assert not store.end_load("r", 1.0)
+    assert store.leading_run(keys(0, 1)) == (1, False)
+    store.check()
+
+
+def test_what_a_load_reads_from_disk_is_not_evicted_there() -> None:
+    store = TieredStore(replace(LIMITS, arena_bytes=16 * SLOT))
+    store.fill_from_disk([(key(n), 0, 16) for n in range(8)], 0.0)
+    store.begin_load(parts(*range(8)), "r", 0.0)
+    store_parts(store, 9)
+    assert store.counters["write_refused_parts"] == 1 and finish_writes(store) == []
+    assert store.end_load("r", 0.0)
+    store_parts(store, 10)
+    assert finish_writes(store) == keys(0)
+    store.check()
+
+
 def test_a_load_that_failed_without_a_lost_part_loses_none() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1)
