@@ -357,6 +357,26 @@ def test_reset_forgets_all_and_gives_slots_back_only_behind_the_fence() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_a_load_under_way_at_a_reset_owns_its_slots_until_the_fence(from_disk: bool) -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=8 * SLOT if from_disk else 0))
+    if from_disk:
+        store.fill_from_disk([(key(n), 0, 16) for n in range(4)], 0.0)
+    else:
+        store_parts(store, 0, 1, 2, 3)
+    load = store.begin_load(parts(0, 1, 2, 3), "r", 0.0)
+    store.reset(0.0)
+    (reset,) = store.take_actions()
+    assert isinstance(reset, ResetTier)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 1.0)
+    assert not store.end_load("r", 1.0)
+    store.apply(LoadReleased(load.load_id), 1.0)
+    assert store.begin_store(parts(9), 1.0) is None, "the load still reads or fills these slots"
+    store.apply(FenceDone(reset.fence_id), 2.0)
+    assert store.begin_store(parts(9), 2.0) is not None
+    store.check()
+
+
 def test_a_catalog_over_capacity_is_cut_oldest_first() -> None:
     store = TieredStore(LIMITS)
     store.fill_from_disk([(key(number), 0, 16) for number in range(10)], 0.0)
