@@ -183,6 +183,28 @@ def test_a_lost_part_leaves_every_tier_and_its_neighbours_stay_on_disk() -> None
     store.check()
 
 
+def test_a_part_found_bad_in_dram_is_not_served_again() -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=0))
+    store_parts(store, 0, 1)
+    load = store.begin_load(parts(0, 1), "r", 1.0)
+    store.apply(LoadFailed(load.load_id, {key(1): "checksum"}, ""), 1.0)
+    assert not store.end_load("r", 1.0)
+    assert store.leading_run(keys(0, 1)) == (1, False)
+    store.check()
+
+
+def test_what_a_load_reads_from_disk_is_not_evicted_there() -> None:
+    store = TieredStore(replace(LIMITS, arena_bytes=16 * SLOT))
+    store.fill_from_disk([(key(n), 0, 16) for n in range(8)], 0.0)
+    store.begin_load(parts(*range(8)), "r", 0.0)
+    store_parts(store, 9)
+    assert store.counters["write_refused_parts"] == 1 and finish_writes(store) == []
+    assert store.end_load("r", 0.0)
+    store_parts(store, 10)
+    assert finish_writes(store) == keys(0)
+    store.check()
+
+
 def test_a_load_that_failed_without_a_lost_part_loses_none() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1)
@@ -412,6 +434,26 @@ def test_reset_forgets_all_and_gives_slots_back_only_behind_the_fence() -> None:
     store.apply(WriteDone(write.move_id, {}), 0.0)
     assert store.gauges()["disk_parts"] == 0, "a write of the old generation is not published"
     assert store.begin_store(parts(2, 3, 4, 5), 0.0) is not None
+    store.check()
+
+
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_a_load_under_way_at_a_reset_owns_its_slots_until_the_fence(from_disk: bool) -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=8 * SLOT if from_disk else 0))
+    if from_disk:
+        store.fill_from_disk([(key(n), 0, 16) for n in range(4)], 0.0)
+    else:
+        store_parts(store, 0, 1, 2, 3)
+    load = store.begin_load(parts(0, 1, 2, 3), "r", 0.0)
+    store.reset(0.0)
+    (reset,) = store.take_actions()
+    assert isinstance(reset, ResetTier)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 1.0)
+    assert not store.end_load("r", 1.0)
+    store.apply(LoadReleased(load.load_id), 1.0)
+    assert store.begin_store(parts(9), 1.0) is None, "the load still reads or fills these slots"
+    store.apply(FenceDone(reset.fence_id), 2.0)
+    assert store.begin_store(parts(9), 2.0) is not None
     store.check()
 
 
