@@ -361,6 +361,15 @@ def test_admission_takes_only_what_was_asked_for_twice() -> None:
     store.check()
 
 
+def test_advice_says_what_more_capacity_would_hit() -> None:
+    store = TieredStore(LIMITS)
+    for _ in range(20):
+        store.request(RequestInfo(keys(*range(6))), 0.0)
+    advice = store.advice()
+    assert advice["dram", 0.5] == 0 and advice["dram", 1.0] == 0, "six parts do not fit into four"
+    assert advice["dram", 2.0] > 0.9 and advice["disk", 1.0] > 0.9
+
+
 def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1, 2, 3)

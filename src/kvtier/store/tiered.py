@@ -29,6 +29,7 @@ from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from kvtier.policy.admission import Admission, AdmissionLimits
+from kvtier.policy.advice import ReuseCurve
 from kvtier.policy.base import EvictionPolicy, RecordInfo, RequestInfo
 from kvtier.policy.ingestion import Ingestion, IngestionLimits, IngestionType
 from kvtier.policy.registry import make_policy
@@ -58,6 +59,7 @@ After any other kind writes are suspended for a while."""
 
 _INGEST_ALL = IngestionLimits(IngestionType.ALL)
 _ADMIT_ALL = AdmissionLimits()
+_REUSE_SAMPLES_MAX = 2048
 _WRITES_AT_ONCE = 64
 _WRITES_AHEAD = 8
 
@@ -195,6 +197,7 @@ class TieredStore:
         self._disk_leases: Counter[Key] = Counter()
         self._disk_policy: EvictionPolicy | None = None
         self._ingestion = Ingestion(limits.ingestion)
+        self._curve = ReuseCurve(_REUSE_SAMPLES_MAX)
         self._admission: Admission | None = None
         if limits.disk_bytes > 0:
             self._disk_policy = make_policy(limits.disk_policy, limits.disk_bytes)
@@ -245,8 +248,9 @@ class TieredStore:
             length += 1
         return Run(length, pending)
 
-    def request(self, request: RequestInfo, now_s: float) -> None:
-        """A request was looked up for the first time: policies that learn from requests are told."""
+    def request(self, request: RequestInfo, now_s: float, group: int = 0) -> None:
+        """A request was looked up for the first time, with its keys of one group: what learns from requests is told."""
+        self._curve.request(request.keys, self.limits.slot_bytes[group])
         self._dram_policy.request(request, now_s)
         if self._disk_policy is not None and self._admission is not None:
             self._disk_policy.request(request, now_s)
@@ -507,6 +511,16 @@ class TieredStore:
             "disk_parts": len(self._disk),
             "writes_in_flight": len(self._writes),
             "loads_in_flight": len(self._loads),
+        }
+
+    def advice(self) -> dict[tuple[str, float], float]:
+        """Estimated hit rate, by recency, of each tier at half, once, twice and four times its capacity."""
+        tiers = {"dram": self.limits.arena_bytes, "disk": self.limits.disk_bytes}
+        return {
+            (tier, factor): rate
+            for tier, capacity in tiers.items()
+            if capacity
+            for factor, rate in self._curve.advice(capacity).items()
         }
 
     def check(self) -> None:

@@ -214,6 +214,8 @@ def test_every_metric_reported_is_declared_and_only_changes_are() -> None:
     for name, by_label in values.items():
         assert all(len(labels) == len(declared[name].labelnames) for labels in by_label)
     assert values["vllm:kvtier_load_failed_by_reason"] == {("io",): 1}
+    advised = values["vllm:kvtier_estimated_hit_rate"]
+    assert set(advised) == {(tier, factor) for tier in ("dram", "disk") for factor in ("0.5", "1", "2", "4")}
     again = manager.get_stats()
     assert again is not None
     assert not [n for n in again.data["data"] if isinstance(declared[n], OffloadingCounterMetadata)]

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DISK}
 
+_ADVISE_EVERY_S = 10.0
+
 
 class KVTierManager(OffloadingManager):
     """Answers the scheduler out of a TieredStore, which begins with the workers' handshake.
@@ -55,6 +57,7 @@ class KVTierManager(OffloadingManager):
         self._part_tokens = tuple(part_tokens)
         self._clock = clock
         self._reported: dict[str, int] = {}
+        self._advise_at_s = 0.0
         self._last_stored: dict[str, dict[int, bytes]] = {}
         self._live: set[str] = set()
         self._declined: set[str] = set()
@@ -139,7 +142,9 @@ class KVTierManager(OffloadingManager):
         store.counters["lookup_late"] += 1
         return False
 
-    def request_seen(self, keys: Sequence[OffloadKey], hit_count: int, hints: Mapping[str, object]) -> None:
+    def request_seen(
+        self, keys: Sequence[OffloadKey], hit_count: int, hints: Mapping[str, object], group: int = 0
+    ) -> None:
         """A request was looked up for the first time: one group's keys of its whole prompt, and what its sender wished.
 
         Hints are `ttl_s`, `pinned` and `returns_soon`, see `kvtier.policy.base.RequestInfo`; others are not ours.
@@ -154,7 +159,7 @@ class KVTierManager(OffloadingManager):
             pinned=hints.get("pinned") is True,
             returns_soon=hints.get("returns_soon") is True,
         )
-        self.store.request(request, self._clock())
+        self.store.request(request, self._clock(), group)
 
     def request_answered(self, keys: Sequence[OffloadKey], output_tokens: int) -> None:
         """A request that was seen has been answered, in so many tokens."""
@@ -247,4 +252,8 @@ class KVTierManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self.store is None:
             return None
-        return stats_of(self.store.counters, self._reported, self.store.gauges())
+        advice = None
+        if self._clock() >= self._advise_at_s:
+            self._advise_at_s = self._clock() + _ADVISE_EVERY_S
+            advice = self.store.advice()
+        return stats_of(self.store.counters, self._reported, self.store.gauges(), advice)

@@ -42,6 +42,8 @@ _GAUGES = {
     "loads_in_flight": "Loads being carried out",
 }
 
+_ADVICE = "estimated_hit_rate"
+
 
 def counter_name(counter: str) -> str:
     """Prometheus name of a counter of the store; the client adds `_total`.
@@ -62,13 +64,20 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         )
     for name, text in _GAUGES.items():
         result[counter_name(name)] = OffloadingGaugeMetadata(documentation=text)
+    result[counter_name(_ADVICE)] = OffloadingGaugeMetadata(
+        documentation="Estimated hit rate of a tier at a multiple of its capacity",
+        labelnames=("tier", "capacity_factor"),
+    )
     return result
 
 
 def stats_of(
-    counters: Mapping[str, int], before: dict[str, int], gauges: Mapping[str, int]
+    counters: Mapping[str, int],
+    before: dict[str, int],
+    gauges: Mapping[str, int],
+    advice: Mapping[tuple[str, float], float] | None = None,
 ) -> OffloadingConnectorStats:
-    """What changed since `before`, which is brought up to date."""
+    """What changed since `before`, which is brought up to date, what is held now, and advice on sizes where it was asked for."""
     stats = OffloadingConnectorStats()
     for name, value in counters.items():
         change = value - before.get(name, 0)
@@ -82,4 +91,6 @@ def stats_of(
             stats.increase_counter(counter_name(base), change)
     for name, value in gauges.items():
         stats.set_gauge(counter_name(name), value)
+    for (tier, factor), rate in (advice or {}).items():
+        stats.set_gauge(counter_name(_ADVICE), rate, (tier, f"{factor:g}"))
     return stats

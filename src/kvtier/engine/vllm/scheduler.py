@@ -46,11 +46,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self._seen.add(request.request_id)
             hints = (request.kv_transfer_params or {}).get(HINTS)
             hit_tokens = num_computed_tokens + answer[0]
-            for config, state in zip(
-                self.config.kv_group_configs, self._req_status[request.request_id].group_states, strict=True
-            ):
+            states = self._req_status[request.request_id].group_states
+            for group, (config, state) in enumerate(zip(self.config.kv_group_configs, states, strict=True)):
                 hit_count = min(hit_tokens // config.tokens_per_chunk, len(state.offload_keys))
-                self.manager.request_seen(state.offload_keys, hit_count, hints if isinstance(hints, dict) else {})
+                self.manager.request_seen(
+                    state.offload_keys, hit_count, hints if isinstance(hints, dict) else {}, group
+                )
         return answer
 
     def update_connector_output(self, connector_output: Any) -> None:
