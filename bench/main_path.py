@@ -84,6 +84,16 @@ def require(condition: bool, what: str) -> None:
         raise SystemExit(f"not measured what was meant: {what}")
 
 
+def warm_up(engine: EngineProcess) -> None:
+    """Each way of answering once: what an engine builds at its first steps is no measured prompt's."""
+    prompt = [1] * 4 * engine.block_tokens
+    for _ in range(2):
+        engine.ask(prompt, max_tokens=4, cache_salt="warm-up")
+    engine.reset_prefix_cache()
+    engine.ask(prompt, max_tokens=4, cache_salt="warm-up")
+    engine.reset_prefix_cache()
+
+
 def serve_round(
     engine: EngineProcess,
     known: Mapping[int, tuple[list[int], Answer]],
@@ -128,8 +138,7 @@ def measure(
         kvtier = KVTIER | {"disk_path": str(disk)}
         with EngineProcess(model, kvtier=kvtier, log=directory / f"engine-{number}.log", **ENGINE) as engine:
             facts = engine.start() | {"page_cache": page_cache}
-            # What an engine builds at its first steps is not the prompt's: shorter than a block, so nothing of it is kept.
-            engine.ask([1] * 100, max_tokens=4)
+            warm_up(engine)
             known = serve_round(engine, known, new, samples)
             engine.stop()
     return samples, facts

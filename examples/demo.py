@@ -227,12 +227,12 @@ def run(model: Path, prompts: Prompts, demo: Path, stage: Stage) -> Measured:
         dram=answers[2],
         half_cold=half_cold,
         stored_payload_bytes=int(stored.get("vllm:kv_offload_store_bytes", 0)),
-        disk_bytes=int(stored.get("kvtier:disk_used_bytes", 0)),
+        disk_bytes=int(stored.get("vllm:kvtier_disk_used_bytes", 0)),
         disk_load_bytes=loaded[0],
         half_load_bytes=loaded[1],
         dram_load_bytes=loaded[2],
-        disk_parts=count(0, "kvtier:load_disk_parts"),
-        dram_parts=count(2, "kvtier:load_dram_parts"),
+        disk_parts=count(0, "vllm:kvtier_load_disk_parts"),
+        dram_parts=count(2, "vllm:kvtier_load_dram_parts"),
         page_cache=page_cache,
     )
 

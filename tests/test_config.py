@@ -60,6 +60,10 @@ def test_an_unknown_setting_names_the_nearest() -> None:
         ("disk_durability", "paranoid"),
         ("dram_policy", "magic"),
         ("load_deadline_s", -1),
+        # A deadline that never comes would be an endless wait, and one too far off makes Python's own waits raise.
+        ("load_deadline_s", "nan"),
+        ("write_deadline_s", "inf"),
+        ("close_deadline_s", 1e12),
     ],
 )
 def test_a_bad_value_names_setting_value_and_way_out(name: str, value: object) -> None:

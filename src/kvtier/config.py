@@ -19,6 +19,7 @@ from kvtier.policy.registry import policy_names
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 DURABILITIES = ("none", "flush", "sync")
+SECONDS_MAX = 1_000_000
 
 
 def parse_bytes(value: object) -> int:
@@ -50,10 +51,14 @@ def _parse_int(value: object) -> int:
     return int(str(value))
 
 
-def _parse_float(value: object) -> float:
+def _parse_seconds(value: object) -> float:
     if isinstance(value, bool):
-        raise ValueError("write a number")
-    return float(str(value))
+        raise ValueError("write a number of seconds")
+    seconds = float(str(value))
+    # NaN is refused here too. A wait without an end is not to be had, and Python's own raise beyond 2**63 nanoseconds.
+    if not -SECONDS_MAX <= seconds <= SECONDS_MAX:
+        raise ValueError(f"write a number of seconds, at most {SECONDS_MAX:,}")
+    return seconds
 
 
 def _parse_path(value: object) -> Path | None:
@@ -90,6 +95,30 @@ class Config:
     disk_durability: str = _setting(
         "flush", _one_of(*DURABILITIES), "what a published write survives: none, flush or sync"
     )
+    disk_ingestion: str = _setting(
+        "all",
+        _one_of("all", "hot", "evicted"),
+        "what DRAM holds is written when stored, when used again, or when evicted",
+    )
+    disk_inflight_bytes_max: int = _setting(1 << 30, parse_bytes, "writes in flight, in bytes of one rank", low=1)
+    disk_inflight_tokens_max: int = _setting(
+        0, _parse_int, "writes in flight, in tokens; 0 for no bound of its own", low=0
+    )
+    disk_admission_seen_min: int = _setting(
+        1,
+        _parse_int,
+        "times that a part must have been asked for to be written: 1 for all, 2 keeps one-time prompts out",
+        low=1,
+    )
+    disk_admission_by_value: bool = _setting(
+        False, _parse_bool, "write only what is worth no less than what would have to leave the disk for it"
+    )
+    disk_bytes_a_day: int = _setting(
+        0, parse_bytes, "what the drive may be written in a day, shared equally by ranks; 0 for no limit", low=0
+    )
+    disk_io: str = _setting(
+        "auto", _one_of("auto", "ring", "threads"), "I/O by io_uring or by threads; auto takes what works"
+    )
     io_depth: int = _setting(
         16, _parse_int, "reads and writes in flight on the disk, per rank", low=1, aliases=("iodepth",)
     )
@@ -98,15 +127,15 @@ class Config:
     store_decode_blocks: bool = _setting(True, _parse_bool, "store what was generated, not only prompts")
     verify_checksums: bool = _setting(True, _parse_bool, "check every part's checksum before the engine gets it")
     lookup_deadline_s: float = _setting(
-        2.0, _parse_float, "longest wait of a request for parts that are being stored", low=0
+        2.0, _parse_seconds, "longest wait of a request for parts that are being stored", low=0
     )
     load_deadline_s: float = _setting(
-        30.0, _parse_float, "longest a load may take before its request is recomputed", low=0
+        30.0, _parse_seconds, "longest a load may take before its request is recomputed", low=0
     )
     write_deadline_s: float = _setting(
-        60.0, _parse_float, "longest wait for a disk write before it counts as failed", low=0
+        60.0, _parse_seconds, "longest wait for a disk write before it counts as failed", low=0
     )
-    close_deadline_s: float = _setting(10.0, _parse_float, "longest wait for unfinished writes at shutdown", low=0)
+    close_deadline_s: float = _setting(10.0, _parse_seconds, "longest wait for unfinished writes at shutdown", low=0)
     accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
     namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
 

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,6 +248,60 @@ def test_a_disk_that_raises_fails_jobs_not_threads(rig: Rig) -> None:
     assert "no disk" in rig.write([rig.place(0, 0)]).failed[b"key0"]
     rig.disk.raises = None
     assert rig.results[rig.load([rig.place(0, 9, Source.DISK)], [30])].ok
+
+
+def test_a_copy_that_raises_gives_its_staging_back(rig: Rig) -> None:
+    rig.fill(3)
+    rig.copier.broken = True
+    for _ in range(3):
+        failure = rig.failure(rig.load([rig.place(n, -1, Source.DISK) for n in range(3)], [30, 31, 32]))
+        assert "the copy broke" in failure.reason
+    rig.copier.broken = False
+    assert rig.results[rig.load([rig.place(n, -1, Source.DISK) for n in range(3)], [30, 31, 32])].ok
+    assert (rig.cache[:, 30:33] == rig.cache[:, 0:3]).all()
+
+
+def test_a_read_refused_in_another_loads_turn_fails_its_own_load(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", staging=1)
+    rig.fill(3)
+    read, calls = rig.disk.submit_read, []
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return SimpleNamespace(cancel=lambda: None)
+
+    rig.disk.submit_read = late  # type: ignore[method-assign]
+    first = rig.load([rig.place(0, -1, Source.DISK)], [30], wait=False)
+    second = rig.load([rig.place(1, 9, Source.DISK), rig.place(2, -1, Source.DISK)], [31, 32], wait=False)
+    rig.until(lambda: len(calls) == 2)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(5, "no disk")
+
+    # The end of the first load's read frees the staging that the second one waits for: its read is submitted then.
+    rig.disk.submit_read = refuse  # type: ignore[method-assign]
+    read(*calls[0][0], **calls[0][1])
+    rig.until(lambda: first in rig.results)
+    assert rig.results[first].ok
+    read(*calls[1][0], **calls[1][1])
+    rig.until(lambda: second in rig.results)
+    assert "no disk" in rig.failure(second).reason
+    rig.disk.submit_read = read  # type: ignore[method-assign]
+    assert rig.results[rig.load([rig.place(2, -1, Source.DISK)], [33])].ok, "its staging was lost"
+    rig.plane.close(WAIT_S)
+
+
+def test_an_outcome_does_not_change_after_it_was_handed_out(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", deadline_s=0.05)
+    rig.fill(1)
+    rig.disk.stall()
+    job = rig.load([rig.place(0, 8, Source.DISK)], [30])
+    failure = rig.failure(job)
+    rig.disk.fail[b"key0"] = PartFailure.IO
+    rig.disk.resume()
+    rig.until(lambda: LoadReleased(1000 + job) in rig.outcomes)
+    assert failure.lost == {}
+    rig.plane.close(WAIT_S)
 
 
 def test_writes_that_fail_say_why(rig: Rig) -> None:

@@ -1,6 +1,7 @@
 """Namespaces are equal exactly where all their fields are; manifests protect directories."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,16 @@ def test_file_fingerprints_see_size_start_and_end(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.write_bytes(b"")
     assert file_fingerprint(copy) == file_fingerprint(path)
+
+
+def test_file_fingerprints_see_changes_inside(tmp_path: Path) -> None:
+    # As where an adapter was merged into some layers: head, tail and size stay.
+    content = bytearray(os.urandom(300_000))
+    path = tmp_path / "weights"
+    path.write_bytes(content)
+    before = file_fingerprint(path, sample_bytes=1000)
+    for start in range(2000, 290_000, 50_000):
+        changed = bytearray(content)
+        changed[start : start + 8000] = bytes(8000)
+        path.write_bytes(changed)
+        assert file_fingerprint(path, sample_bytes=1000) != before

@@ -74,6 +74,28 @@ def test_scattered_victims_of_another_class_do_not_empty_the_arena() -> None:
     assert len(victims) <= 1 + 2 * allocator.slab_bytes // (4 * KIB)
 
 
+def test_a_class_without_records_gets_a_slab_however_scattered_the_others_are() -> None:
+    allocator = SlotAllocator([4 * KIB, 16 * KIB], 256 * KIB)
+    small = take_all(allocator, 0)
+    scattered = [(0, offset) for shift in range(4) for offset in small[shift::4]]
+    victims = allocator.choose_victims({1: 1}, iter(scattered))
+    assert victims is not None, "asked again, the answer would be the same: this class would never be stored"
+    assert len(set(victims)) == len(victims) <= 3 * allocator.slab_bytes // (4 * KIB)
+    for offset in victims:
+        allocator.give(offset)
+    assert allocator.take(1) is not None
+
+
+def test_the_slab_taken_is_the_one_whose_last_record_goes_first() -> None:
+    allocator = SlotAllocator([4 * KIB, 16 * KIB], 64 * KIB)
+    small = take_all(allocator, 0)
+    slabs = [small[start : start + 4] for start in range(0, 16, 4)]
+    # One record of each slab in turn, and one of the third is leased: it is no victim at all.
+    order = [slab[place] for place in range(4) for slab in slabs if slab[place] != slabs[2][3]]
+    victims = allocator.choose_victims({1: 1}, iter([(0, offset) for offset in order]))
+    assert victims is not None and set(slabs[0]) <= set(victims)
+
+
 @st.composite
 def _mixes(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[bool, int]]]:
     sizes = draw(st.lists(st.integers(1, 9).map(lambda n: n * 4096), min_size=1, max_size=3))

@@ -3,10 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier.policy.admission import AdmissionLimits
+from kvtier.policy.base import RequestInfo
+from kvtier.policy.ingestion import IngestionLimits, IngestionType
+from kvtier.policy.registry import policy_names
 from kvtier.store.moves import (
     NO_SLOT,
     DeleteParts,
@@ -129,6 +133,31 @@ def test_what_can_never_fit_is_stored_as_far_as_it_does() -> None:
     assert store.counters["store_refused_parts"] == 6
 
 
+@given(
+    sizes=st.lists(st.integers(1, 9).map(lambda pages: pages * 4096), min_size=1, max_size=3),
+    pages=st.integers(9, 60),
+    before=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=60),
+    used=st.lists(st.integers(0, 40), max_size=20),
+    wanted=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+)
+def test_where_nothing_is_leased_a_store_never_waits(
+    sizes: list[int], pages: int, before: list[tuple[int, int]], used: list[int], wanted: list[int]
+) -> None:
+    store = TieredStore(StoreLimits(slot_bytes=tuple(sizes), arena_bytes=pages * 4096))
+    for number, group in before:
+        part = Part(b"%d" % number, group % len(sizes))
+        if store.begin_store([part], 0.0):
+            store.end_store([part.key], 0.0)
+    for number in used:
+        if store.presence(b"%d" % number) is Presence.HIT:
+            store.begin_load([Part(b"%d" % number, 0)], "r", 0.0)
+            store.end_load("r", 0.0)
+    new = [Part(b"new%d" % number, group % len(sizes)) for number, group in enumerate(wanted)]
+    places = store.begin_store(new, 0.0)
+    assert places, "it would be asked again at every step, and never be stored"
+    store.check()
+
+
 def test_the_same_key_is_stored_once() -> None:
     store = TieredStore(LIMITS)
     assert len(store.begin_store(parts(0, 0, 1), 0.0) or ()) == 2
@@ -151,6 +180,28 @@ def test_a_lost_part_leaves_every_tier_and_its_neighbours_stay_on_disk() -> None
     assert finish_writes(store) == keys(1)
     assert store.counters["load_failed:checksum"] == 1
     assert len(store.take_notices()) == 1
+    store.check()
+
+
+def test_a_part_found_bad_in_dram_is_not_served_again() -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=0))
+    store_parts(store, 0, 1)
+    load = store.begin_load(parts(0, 1), "r", 1.0)
+    store.apply(LoadFailed(load.load_id, {key(1): "checksum"}, ""), 1.0)
+    assert not store.end_load("r", 1.0)
+    assert store.leading_run(keys(0, 1)) == (1, False)
+    store.check()
+
+
+def test_what_a_load_reads_from_disk_is_not_evicted_there() -> None:
+    store = TieredStore(replace(LIMITS, arena_bytes=16 * SLOT))
+    store.fill_from_disk([(key(n), 0, 16) for n in range(8)], 0.0)
+    store.begin_load(parts(*range(8)), "r", 0.0)
+    store_parts(store, 9)
+    assert store.counters["write_refused_parts"] == 1 and finish_writes(store) == []
+    assert store.end_load("r", 0.0)
+    store_parts(store, 10)
+    assert finish_writes(store) == keys(0)
     store.check()
 
 
@@ -234,6 +285,91 @@ def test_a_write_over_budget_neither_suspends_nor_shrinks() -> None:
     store.check()
 
 
+def written_keys(store: TieredStore) -> list[bytes]:
+    return [part.key for action in store.take_actions() if isinstance(action, WriteParts) for part in action.parts]
+
+
+def test_ingestion_hot_writes_what_was_used() -> None:
+    store = TieredStore(replace(LIMITS, ingestion=IngestionLimits(IngestionType.HOT)))
+    store_parts(store, 0, 1)
+    assert written_keys(store) == []
+    store.begin_load(parts(0), "r", 1.0)
+    assert written_keys(store) == [], "not on the read path"
+    store.end_load("r", 1.0)
+    store.tick(1.0)
+    assert written_keys(store) == keys(0)
+    store.check()
+
+
+def test_ingestion_evicted_writes_before_the_slot_goes_and_loses_nothing() -> None:
+    store = TieredStore(replace(LIMITS, ingestion=IngestionLimits(IngestionType.EVICTED)))
+    store_parts(store, 0, 1, 2, 3)
+    assert written_keys(store) == []
+    assert store.begin_store(parts(4), 1.0) is None
+    assert store.leading_run(keys(0, 1, 2, 3)) == (4, False)
+    finish_writes(store)
+    assert store.gauges()["disk_parts"] > 0
+    store_parts(store, 4, now_s=2.0)
+    assert store.leading_run(keys(0, 1, 2, 3, 4)) == (5, False)
+    store.check()
+
+
+def test_ingestion_evicted_does_not_hold_memory_for_a_disk_that_refuses() -> None:
+    store = TieredStore(replace(LIMITS, ingestion=IngestionLimits(IngestionType.EVICTED)))
+    store_parts(store, 0, 1, 2, 3)
+    store.begin_store(parts(4), 1.0)
+    finish_writes(store, dict.fromkeys(keys(0, 1, 2, 3), "io: EIO"), now_s=1.0)
+    store_parts(store, 4, now_s=2.0)
+    assert store.presence(key(4)) is Presence.HIT
+    store.check()
+
+
+def test_what_was_read_from_disk_is_not_written_back() -> None:
+    store = TieredStore(LIMITS)
+    for number in range(5):
+        store_parts(store, number)
+        finish_writes(store)
+    assert store.source(key(0)) is Source.DISK
+    store.begin_load(parts(0), "r", 1.0)
+    store.end_load("r", 1.0)
+    store.tick(1.0)
+    assert written_keys(store) == []
+
+
+def test_writes_in_flight_are_bounded_in_bytes_and_tokens() -> None:
+    for limits in (
+        IngestionLimits(IngestionType.ALL, inflight_bytes_max=2 * SLOT),
+        IngestionLimits(IngestionType.ALL, inflight_tokens_max=32),
+    ):
+        store = TieredStore(replace(LIMITS, ingestion=limits, part_tokens=(16,)))
+        store_parts(store, 0, 1, 2, 3)
+        assert store.gauges()["writes_in_flight"] == 1
+        (first,) = store.take_actions()
+        assert isinstance(first, WriteParts) and len(first.parts) == 2
+        store.apply(WriteDone(first.move_id, {}), 0.0)
+        assert written_keys(store) == keys(2, 3)
+        store.check()
+
+
+def test_admission_takes_only_what_was_asked_for_twice() -> None:
+    store = TieredStore(replace(LIMITS, admission=AdmissionLimits(seen_min=2)))
+    for asked in (keys(0, 1), keys(0, 2)):
+        store.request(RequestInfo(asked), 0.0)
+    store_parts(store, 0, 1, 2)
+    assert written_keys(store) == keys(0)
+    assert store.counters["write_refused_parts"] == 2
+    store.check()
+
+
+def test_advice_says_what_more_capacity_would_hit() -> None:
+    store = TieredStore(LIMITS)
+    for _ in range(20):
+        store.request(RequestInfo(keys(*range(6))), 0.0)
+    advice = store.advice()
+    assert advice["dram", 0.5] == 0 and advice["dram", 1.0] == 0, "six parts do not fit into four"
+    assert advice["dram", 2.0] > 0.9 and advice["disk", 1.0] > 0.9
+
+
 def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1, 2, 3)
@@ -244,6 +380,38 @@ def test_a_late_write_stops_keeping_the_engine_awake_but_keeps_its_slot() -> Non
     assert store.begin_store(parts(4), 100.0) is None, "the write still owns the bytes"
     store.apply(WriteDone(write.move_id, {}), 200.0)
     assert store.begin_store(parts(4), 200.0) is not None
+    store.check()
+
+
+def test_a_read_that_never_ends_stops_keeping_the_engine_awake_but_keeps_its_slot() -> None:
+    store = TieredStore(LIMITS)
+    store.fill_from_disk([(key(n), 0, 16) for n in range(4)], 0.0)
+    load = store.begin_load(parts(0, 1, 2, 3), "r", 0.0)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 30.0)
+    assert not store.end_load("r", 30.0)
+    assert store.has_pending()
+    store.tick(30.0 + LIMITS.write_deadline_s)
+    assert not store.has_pending(), "an engine that waits for all to end before it sleeps would never sleep"
+    assert not store.settled()
+    assert store.begin_store(parts(9), 100.0) is None
+    store.apply(LoadReleased(load.load_id), 200.0)
+    assert store.begin_store(parts(9), 200.0) is not None
+    assert store.settled()
+    store.check()
+
+
+def test_a_fence_that_is_never_passed_stops_keeping_the_engine_awake() -> None:
+    store = TieredStore(LIMITS)
+    store.begin_store(parts(0, 1, 2, 3), 0.0)
+    store.reset(0.0)
+    (reset,) = store.take_actions()
+    assert isinstance(reset, ResetTier)
+    assert store.has_pending()
+    store.tick(LIMITS.write_deadline_s)
+    assert not store.has_pending() and not store.settled()
+    assert store.begin_store(parts(9), 100.0) is None, "old copies may still be under way"
+    store.apply(FenceDone(reset.fence_id), 200.0)
+    assert store.begin_store(parts(9), 200.0) is not None and store.settled()
     store.check()
 
 
@@ -278,6 +446,26 @@ def test_reset_forgets_all_and_gives_slots_back_only_behind_the_fence() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_a_load_under_way_at_a_reset_owns_its_slots_until_the_fence(from_disk: bool) -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=8 * SLOT if from_disk else 0))
+    if from_disk:
+        store.fill_from_disk([(key(n), 0, 16) for n in range(4)], 0.0)
+    else:
+        store_parts(store, 0, 1, 2, 3)
+    load = store.begin_load(parts(0, 1, 2, 3), "r", 0.0)
+    store.reset(0.0)
+    (reset,) = store.take_actions()
+    assert isinstance(reset, ResetTier)
+    store.apply(LoadFailed(load.load_id, {}, "deadline", held=True), 1.0)
+    assert not store.end_load("r", 1.0)
+    store.apply(LoadReleased(load.load_id), 1.0)
+    assert store.begin_store(parts(9), 1.0) is None, "the load still reads or fills these slots"
+    store.apply(FenceDone(reset.fence_id), 2.0)
+    assert store.begin_store(parts(9), 2.0) is not None
+    store.check()
+
+
 def test_a_catalog_over_capacity_is_cut_oldest_first() -> None:
     store = TieredStore(LIMITS)
     store.fill_from_disk([(key(number), 0, 16) for number in range(10)], 0.0)
@@ -301,16 +489,22 @@ def test_a_second_load_of_one_owner_is_refused() -> None:
         store.begin_load([], "r", 0.0)
 
 
+def test_a_key_twice_in_a_load_is_refused() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0)
+    with pytest.raises(ValueError, match="twice"):
+        store.begin_load(parts(0, 0), "r", 0.0)
+    assert store.gauges()["loads_in_flight"] == 0
+    store.check()
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Random events on two ranks' worth of answers; a model holds what every slot and the disk really contain."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes = (SLOT, 3 * SLOT)
-        limits = StoreLimits(
-            slot_bytes=self.sizes, arena_bytes=16 * SLOT, disk_bytes=20 * SLOT, rank_count=1, disk_retry_s=3.0
-        )
-        self.store = TieredStore(limits)
+        self.begin(IngestionType.ALL, "lru")
         self.now_s = 0.0
         self.slot_key: dict[int, bytes] = {}
         self.disk: set[bytes] = set()
@@ -319,6 +513,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: list[LoadPlan] = []
         self.commands: list[WriteParts | DeleteParts | ResetTier] = []
         self.owner = 0
+
+    @initialize(ingestion=st.sampled_from(IngestionType), policy=st.sampled_from(policy_names()))
+    def begin(self, ingestion: IngestionType, policy: str) -> None:
+        limits = StoreLimits(
+            slot_bytes=self.sizes,
+            arena_bytes=16 * SLOT,
+            disk_bytes=20 * SLOT,
+            disk_retry_s=3.0,
+            dram_policy=policy,
+            disk_policy=policy,
+            ingestion=IngestionLimits(ingestion, inflight_bytes_max=8 * SLOT),
+        )
+        self.store = TieredStore(limits)
 
     def tokens(self, numbers: list[int]) -> list[Part]:
         return [Part(key(n), n % 2, n) for n in numbers]

@@ -45,11 +45,15 @@ def _native_copy() -> Callable[[Addresses, Addresses, Addresses], None]:
 
     memcpy = types.ExternalFunction("memcpy", signature(types.intp, types.intp, types.intp, types.intp))
 
-    @njit(nogil=True, cache=True)
-    def compiled(source: Addresses, target: Addresses, sizes: Addresses) -> None:
+    def plain(source: Addresses, target: Addresses, sizes: Addresses) -> None:
         for place in range(len(sizes)):
             memcpy(target[place], source[place], sizes[place])
 
+    try:
+        compiled = njit(nogil=True, cache=True)(plain)
+    except RuntimeError:
+        # Nowhere to keep what is compiled: then every start compiles anew, for about a second.
+        compiled = njit(nogil=True)(plain)
     empty = np.empty(0, dtype=np.int64)
     compiled(empty, empty, empty)
     return compiled  # type: ignore[no-any-return]

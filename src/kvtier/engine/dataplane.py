@@ -319,7 +319,10 @@ class DataPlane:
                 self._guarded(event[0], self._take_reads, *event)
             now_s = self._clock()
             for job in list(self._loads.values()):
-                if not job.ended and now_s >= job.deadline_s:
+                if job.reads_left == 0:
+                    # Its last read was refused in the turn of another load.
+                    self._end_load(job)
+                elif not job.ended and now_s >= job.deadline_s:
                     job.reason = job.reason or f"deadline: not loaded within {self._load_deadline_s:g} s"
                     self._cancel(job)
                     self._end_load(job)
@@ -381,7 +384,7 @@ class DataPlane:
             raise
 
     def _read_staged(self) -> None:
-        """Give free staging to the loads that wait for it, oldest first."""
+        """Give free staging to the loads that wait for it, oldest first. A read that is refused fails its own load alone."""
         for job in self._loads.values():
             places: list[int] = []
             while job.waiting and self._staging and not job.failed:
@@ -391,7 +394,13 @@ class DataPlane:
                 job.addresses[place] = self._arena.address + offset
                 job.buffers[place] = self._arena.view(offset, self._slot_bytes[job.parts[place].group])
                 places.append(place)
-            self._read(job, places)
+            try:
+                self._read(job, places)
+            except Exception as error:
+                logger.warning("kvtier: a read was refused, its request is recomputed", exc_info=True)
+                self._staging += [job.staged.pop(place) for place in places]
+                job.reason = job.reason or f"read: {error!r}"
+                self._cancel(job)
 
     def _take_reads(self, job: _LoadJob, done: Sequence[PartDone]) -> None:
         arrived: list[int] = []
@@ -404,16 +413,18 @@ class DataPlane:
                 job.reason = job.reason or part.failure.value
             else:
                 job.lost[part.key] = f"{part.failure.value}: {part.detail}" if part.detail else part.failure.value
-        if job.failed:
-            self._cancel(job)
-        else:
-            for start in range(0, len(arrived), _COPY_PARTS_MAX):
-                self._deliver(job, arrived[start : start + _COPY_PARTS_MAX])
-        for part in done:
-            staged = job.staged.pop(job.part_of_key[part.key], None)
-            if staged is not None:
-                self._staging.append(staged)
-        self._read_staged()
+        try:
+            if job.failed:
+                self._cancel(job)
+            else:
+                for start in range(0, len(arrived), _COPY_PARTS_MAX):
+                    self._deliver(job, arrived[start : start + _COPY_PARTS_MAX])
+        finally:
+            for part in done:
+                staged = job.staged.pop(job.part_of_key[part.key], None)
+                if staged is not None:
+                    self._staging.append(staged)
+            self._read_staged()
 
     def _deliver(self, job: _LoadJob, places: Sequence[int]) -> None:
         """Verify these parts, then copy them into the engine; a load that has failed gets nothing more."""
@@ -458,7 +469,7 @@ class DataPlane:
         held = job.reads_left > 0
         if not job.ended:
             job.ended = True
-            outcome = LoadFailed(job.load_id, job.lost, job.reason, held) if job.failed else None
+            outcome = LoadFailed(job.load_id, dict(job.lost), job.reason, held) if job.failed else None
             self._end(job, is_load=True, outcome=outcome)
         elif not held:
             self._report(LoadReleased(job.load_id))

@@ -10,24 +10,24 @@ It is the same TieredStore, DataPlane and part store as in an engine, so what ho
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 
 from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
-from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane, JobResult
+from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane
 from kvtier.engine.layout import GroupLayout, Piece, Region
+from kvtier.engine.opening import open_disk, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
-from kvtier.identity.namespace import Namespace, write_manifest
+from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
 from kvtier.policy.base import RequestInfo
 from kvtier.record.envelope import slot_bytes
 from kvtier.store.moves import PartPlace
-from kvtier.store.tiered import Part, StoreLimits, TieredStore
+from kvtier.store.tiered import Part, TieredStore
 from kvtier.tier.disk.base import PartStore
-from kvtier.tier.disk.segment_store import SegmentStore
 
 ByteBuffer = bytes | bytearray | memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -65,16 +65,7 @@ class Cache:
         require_memory(arena_bytes, "dram_bytes", available_memory_bytes())
         arena = Arena(arena_bytes)
         if disk is None and config.disk_path is not None:
-            disk = SegmentStore(
-                config.disk_path,
-                namespace=space.id,
-                capacity_bytes=config.disk_bytes,
-                durability=config.disk_durability,  # type: ignore[arg-type]
-                free_bytes_min=config.disk_free_bytes_min,
-                iodepth=config.io_depth,
-                arena=arena.view(0, arena_bytes),
-            )
-            write_manifest(space, config.disk_path)
+            disk = open_disk(config, config.disk_path, space, arena)
         # Address space as one region of "blocks" of one byte: a block's number is the address of a buffer.
         layout = GroupLayout([Region(base=0, stride_bytes=1, page_bytes=part_bytes)], 1)
         self._plane = DataPlane(
@@ -87,20 +78,18 @@ class Cache:
             verify=config.verify_checksums,
             load_deadline_s=config.load_deadline_s,
         )
-        limits = StoreLimits(
+        limits = store_limits(
+            config,
             slot_bytes=(slot,),
             arena_bytes=self._plane.slots_bytes,
             disk_bytes=config.disk_bytes if disk is not None else 0,
-            write_deadline_s=config.write_deadline_s,
-            dram_policy=config.dram_policy,
-            disk_policy=config.disk_policy,
         )
         self.store = TieredStore(limits, generation=self._plane.generation)
         if disk is not None:
             self.store.fill_from_disk([(e.key, 0, e.depth_tokens) for e in disk.entries()], time.monotonic())
         self._lock = threading.Lock()
         self._next_job = 0
-        self._ended: dict[int, JobResult] = {}
+        self._at_end: dict[int, Callable[[], None]] = {}
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -129,8 +118,7 @@ class Cache:
             if places:
                 address_of = dict(zip(keys, addresses, strict=True))
                 job = self._submit_store(places, [address_of[place.key] for place in places])
-                self._wait(job)
-                self.store.end_store([place.key for place in places], time.monotonic())
+                self._wait(job, lambda: self.store.end_store([place.key for place in places], time.monotonic()))
                 self._step()
             return sum(self.store.leading_run([key]).length for key in keys)
 
@@ -140,6 +128,8 @@ class Cache:
         What lies in a buffer after those is undefined. A part that turns out to be lost or wrong is a miss, and ends the prefix.
         """
         addresses = [self._address(buffer, writable=True) for buffer in buffers]
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: pass one buffer for each key")
         with self._lock:
             self._step()
             first = True
@@ -150,16 +140,8 @@ class Cache:
                     first = False
                 if not run.length:
                     return 0
-                self._next_job += 1
-                job = self._next_job
-                wanted = [Part(key, 0, depth) for depth, key in enumerate(keys[: run.length], start=1)]
-                plan = self.store.begin_load(wanted, str(job), time.monotonic())
-                self._plane.submit_load(job, plan.load_id, plan.parts, self._piece(addresses[: run.length]))
-                self._wait(job)
-                if self.store.end_load(str(job), time.monotonic()):
-                    self._step()
+                if self._load(keys[: run.length], addresses):
                     return run.length
-                self._step()
                 if self.store.leading_run(keys).length >= run.length:
                     # Nothing was lost: a deadline passed or a copy failed, and trying again would try the same.
                     return 0
@@ -172,21 +154,17 @@ class Cache:
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until what was put is on disk, at most `deadline_s` seconds. True if it is, or was found not to fit."""
-        end_s = time.monotonic() + deadline_s
         with self._lock:
-            self._step()
-            while self.store.has_pending() and time.monotonic() < end_s:
-                self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
-                self._step()
-            return not self.store.has_pending()
+            return self._flush(deadline_s)
 
     def close(self) -> bool:
         """Flush, as long as `close_deadline_s` allows, and let go of everything. True if all was published."""
-        if self._closed:
-            return True
-        flushed = self.flush(self.config.close_deadline_s)
-        self._closed = True
-        return self._plane.close(self.config.close_deadline_s) and flushed
+        with self._lock:
+            if self._closed:
+                return True
+            flushed = self._flush(self.config.close_deadline_s)
+            self._closed = True
+            return self._plane.close(self.config.close_deadline_s) and flushed
 
     def __enter__(self) -> "Cache":
         return self
@@ -198,6 +176,14 @@ class Cache:
 
     # ---- inside
 
+    def _flush(self, deadline_s: float) -> bool:
+        end_s = time.monotonic() + deadline_s
+        self._step()
+        while (self._at_end or not self.store.settled()) and time.monotonic() < end_s:
+            self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
+            self._step()
+        return self.store.settled() and not self._at_end
+
     def _address(self, buffer: ByteBuffer, *, writable: bool) -> int:
         array = np.frombuffer(buffer, dtype=np.uint8)
         if array.nbytes != self.part_bytes:
@@ -206,12 +192,26 @@ class Cache:
             raise ValueError("a buffer to be filled is read-only: pass a bytearray, or a writable array")
         return array.ctypes.data
 
-    def _piece(self, addresses: Sequence[int]) -> list[Piece]:
-        return [Piece(0, tuple(range(len(addresses))), np.array(addresses, dtype=np.int64), 0)]
+    def _piece(self, addresses: Sequence[int], places: Sequence[int]) -> list[Piece]:
+        return [Piece(0, tuple(places), np.array(addresses, dtype=np.int64), 0)]
+
+    def _load(self, keys: Sequence[bytes], addresses: Sequence[int]) -> bool:
+        self._next_job += 1
+        owner = str(self._next_job)
+        # A key that is wanted twice is one part, copied to two places.
+        place_of = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        wanted = [Part(key, 0, place + 1) for key, place in place_of.items()]
+        plan = self.store.begin_load(wanted, owner, time.monotonic())
+        piece = self._piece(addresses[: len(keys)], [place_of[key] for key in keys])
+        self._plane.submit_load(self._next_job, plan.load_id, plan.parts, piece)
+        went_well: list[bool] = []
+        self._wait(self._next_job, lambda: went_well.append(self.store.end_load(owner, time.monotonic())))
+        self._step()
+        return went_well == [True]
 
     def _submit_store(self, places: Sequence[PartPlace], addresses: Sequence[int]) -> int:
         self._next_job += 1
-        self._plane.submit_store(self._next_job, places, self._piece(addresses))
+        self._plane.submit_store(self._next_job, places, self._piece(addresses, range(len(places))))
         return self._next_job
 
     def _step(self) -> None:
@@ -220,14 +220,23 @@ class Cache:
             raise StoreUnavailableError("the cache is closed: open another one")
         now_s = time.monotonic()
         results, outcomes = self._plane.poll()
-        self._ended.update((result.job_id, result) for result in results)
         for outcome in outcomes:
             self.store.apply(outcome, now_s)
+        for result in results:
+            at_end = self._at_end.pop(result.job_id, None)
+            if at_end is not None:
+                at_end()
         self.store.tick(now_s)
         self._plane.act(self.store.take_actions())
 
-    def _wait(self, job: int) -> None:
-        while job not in self._ended:
-            self._plane.wait_for_news(1.0)
-            self._step()
-        del self._ended[job]
+    def _wait(self, job: int, at_end: Callable[[], None]) -> None:
+        """Call `at_end` when the job has ended, now or, where the caller is interrupted, in a later step."""
+        self._at_end[job] = at_end
+        try:
+            while job in self._at_end:
+                self._plane.wait_for_news(1.0)
+                self._step()
+        except BaseException:
+            # The buffers are the caller's again: nothing may be copied from or to them after this.
+            self._plane.wait({job}, 0.0)
+            raise

@@ -17,6 +17,8 @@ from kvtier.errors import StoreUnavailableError
 NAMESPACE_BYTES = 16
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,19 @@ def write_manifest(namespace: Namespace, root: Path) -> Path:
 
 
 def file_fingerprint(path: Path, sample_bytes: int = 1 << 20) -> str:
-    """Size and a hash of the first and the last `sample_bytes` of a file: two sets of weights differ in it, copies do not."""
+    """Size and a hash of the first and the last `sample_bytes` of a file and of 256 pages between them.
+
+    Two sets of weights differ in it, also where a merge left some layers as they were; copies do not.
+    """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         digest.update(file.read(sample_bytes))
+        inside = size - 2 * sample_bytes
+        if inside > 0:
+            for place in range(_SAMPLES):
+                file.seek(sample_bytes + inside * place // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
         if size > sample_bytes:
             file.seek(max(sample_bytes, size - sample_bytes))
             digest.update(file.read())

@@ -56,6 +56,11 @@ class SlotAllocator:
         """How many slots the arena would hold if all were of class `cls`."""
         return self.slab_count * self.slots_per_slab[cls]
 
+    def holds(self, need: Mapping[int, int]) -> bool:
+        """Whether an empty arena has room for so many slots of each class at once."""
+        slabs = sum(-(-count // self.slots_per_slab[cls]) for cls, count in need.items())
+        return slabs <= self.slab_count
+
     def used_bytes(self) -> int:
         """Bytes in slots that are taken."""
         return sum(
@@ -105,7 +110,8 @@ class SlotAllocator:
 
         Nothing is changed: the caller evicts the whole batch or nothing. Victims come in the order of eviction and are taken
         as they come, whatever their class, so that classes share the arena as their use shares the order; but after two slabs'
-        worth of other classes only the wanted ones are.
+        worth of other classes only the wanted ones are. Where that is not enough, whole slabs of other classes go, those whose
+        last record is the best victim: a class that holds nothing yet gets in, however scattered the order is.
 
         Args:
             need: slots wanted, by class.
@@ -127,16 +133,21 @@ class SlotAllocator:
             return short
 
         other_bytes_left = 2 * self.slab_bytes
+        passed_over: dict[int, list[int]] = {}
         while slabs_short() > 0:
             victim = next(victims, None)
             if victim is None:
-                return None
+                return self._add_whole_slabs(chosen, passed_over, freed, slabs_short())
             cls, offset = victim
+            slab = offset // self.slab_bytes
             if cls not in need:
                 if other_bytes_left <= 0:
+                    # Slabs come to stand in the order of their last records.
+                    offsets = passed_over.pop(slab, [])
+                    offsets.append(offset)
+                    passed_over[slab] = offsets
                     continue
                 other_bytes_left -= self.slot_bytes[cls]
-            slab = offset // self.slab_bytes
             chosen.append(offset)
             freed[slab] = freed.get(slab, 0) + 1
             free_here = freed[slab] + len(self._free_in[slab])
@@ -147,3 +158,18 @@ class SlotAllocator:
                 if cls in free:
                     free[cls] -= free_here
         return chosen
+
+    def _add_whole_slabs(
+        self, chosen: list[int], passed_over: Mapping[int, list[int]], freed: Mapping[int, int], count: int
+    ) -> list[int] | None:
+        """`chosen` and what was passed over in the first `count` slabs that this empties, or None where there are fewer."""
+        for slab, offsets in passed_over.items():
+            if (
+                freed.get(slab, 0) + len(self._free_in[slab]) + len(offsets)
+                == self.slots_per_slab[self._class_of[slab]]
+            ):
+                chosen = chosen + offsets
+                count -= 1
+                if count == 0:
+                    return chosen
+        return None

@@ -28,7 +28,10 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
+from kvtier.policy.admission import Admission, AdmissionLimits
+from kvtier.policy.advice import ReuseCurve
 from kvtier.policy.base import EvictionPolicy, RecordInfo, RequestInfo
+from kvtier.policy.ingestion import Ingestion, IngestionLimits, IngestionType
 from kvtier.policy.registry import make_policy
 from kvtier.store.moves import (
     NO_SLOT,
@@ -52,6 +55,13 @@ NO_SPACE = "no_space"
 OVER_BUDGET = "over_budget"
 """Kinds of write failure that say nothing against the disk: it is full, and room is made; it has been written enough for now.
 After any other kind writes are suspended for a while."""
+
+
+_INGEST_ALL = IngestionLimits(IngestionType.ALL)
+_ADMIT_ALL = AdmissionLimits()
+_REUSE_SAMPLES_MAX = 2048
+_WRITES_AT_ONCE = 64
+_WRITES_AHEAD = 8
 
 
 class Presence(Enum):
@@ -90,9 +100,13 @@ class StoreLimits:
         arena_bytes: the DRAM tier.
         disk_bytes: the disk tier, 0 for none.
         rank_count: how many ranks answer each action.
-        write_deadline_s: after this a disk write no longer keeps the engine stepping, and counts as failed.
+        write_deadline_s: after this a disk write, a read given up, or a reset that a rank has not carried out no longer keeps
+            the engine stepping; its slots stay its own until it ends.
         disk_retry_s: how long a full disk counts as that full, and a failing one gets no writes.
         dram_policy, disk_policy: names in `kvtier.policy.registry`.
+        ingestion: which parts are written from DRAM to disk, when, and how many at a time.
+        admission: which of those the disk tier takes.
+        part_tokens: tokens of one part, by group, for quotas in tokens; empty where unknown.
     """
 
     slot_bytes: tuple[int, ...]
@@ -103,6 +117,9 @@ class StoreLimits:
     disk_retry_s: float = 10.0
     dram_policy: str = "lru"
     disk_policy: str = "lru"
+    ingestion: IngestionLimits = _INGEST_ALL
+    admission: AdmissionLimits = _ADMIT_ALL
+    part_tokens: tuple[int, ...] = ()
 
 
 class _State(IntEnum):
@@ -154,6 +171,8 @@ class _Owed:
 
     ranks_left: int
     slots: list[_Slot]
+    deadline_s: float
+    expired: bool = False
 
 
 def _kind(reason: str) -> str:
@@ -177,8 +196,12 @@ class TieredStore:
         self._disk: dict[Key, int] = {}
         self._disk_leases: Counter[Key] = Counter()
         self._disk_policy: EvictionPolicy | None = None
+        self._ingestion = Ingestion(limits.ingestion)
+        self._curve = ReuseCurve(_REUSE_SAMPLES_MAX)
+        self._admission: Admission | None = None
         if limits.disk_bytes > 0:
             self._disk_policy = make_policy(limits.disk_policy, limits.disk_bytes)
+            self._admission = Admission(limits.admission, self._disk_policy)
         self._disk_used_bytes = 0
         self._disk_limit_bytes = limits.disk_bytes
         self._disk_retry_at_s = 0.0
@@ -225,11 +248,13 @@ class TieredStore:
             length += 1
         return Run(length, pending)
 
-    def request(self, request: RequestInfo, now_s: float) -> None:
-        """A request was looked up for the first time: policies that learn from requests are told."""
+    def request(self, request: RequestInfo, now_s: float, group: int = 0) -> None:
+        """A request was looked up for the first time, with its keys of one group: what learns from requests is told."""
+        self._curve.request(request.keys, self.limits.slot_bytes[group])
         self._dram_policy.request(request, now_s)
-        if self._disk_policy is not None:
+        if self._disk_policy is not None and self._admission is not None:
             self._disk_policy.request(request, now_s)
+            self._admission.asked(request.keys)
 
     def finished(self, keys: Sequence[Key], output_tokens: int, now_s: float) -> None:
         """The request with these prompt keys has been answered: policies that learn from answers' lengths are told."""
@@ -247,6 +272,8 @@ class TieredStore:
         """
         if owner in self._loads:
             raise ValueError(f"owner {owner!r} has a load already: end it first")
+        if len({part.key for part in wanted}) != len(wanted):
+            raise ValueError(f"owner {owner!r} wants a key twice in one load: ask for it once")
         parts: list[PartPlace] = []
         slots: list[_Slot | None] = []
         from_disk: list[int] = []
@@ -255,6 +282,7 @@ class TieredStore:
             if slot is not None and slot.state is _State.READY:
                 slot.leases += 1
                 self._dram_policy.access(key, now_s)
+                self._ingestion.used(key)
                 parts.append(PartPlace(key, group, slot.offset, Source.DRAM))
                 slots.append(slot)
             elif key in self._disk:
@@ -300,6 +328,7 @@ class TieredStore:
             filled = part.source is Source.DISK and slot.state is _State.FILLING
             if filled and not failed:
                 slot.state = _State.READY
+                self._stored(part.key, slot, below=True)
             elif filled or part.key in load.lost:
                 self._forget_slot(part.key, slot, now_s)
             if filled and load.ranks_holding:
@@ -307,7 +336,7 @@ class TieredStore:
             else:
                 self._release(slot)
         if held:
-            self._held[load.load_id] = _Owed(load.ranks_holding, held)
+            self._held[load.load_id] = _Owed(load.ranks_holding, held, now_s + self.limits.write_deadline_s)
         for key in load.lost:
             self._forget_disk(key, now_s)
         if failed:
@@ -323,12 +352,13 @@ class TieredStore:
         leading ones that can are taken.
         """
         new: dict[Key, Part] = {}
-        room_bytes = self.limits.arena_bytes
+        need: Counter[int] = Counter()
         for part in wanted:
             if part.key in self._dram or part.key in self._disk or part.key in new:
                 continue
-            room_bytes -= self.limits.slot_bytes[part.group]
-            if room_bytes < 0:
+            need[self._class[part.group]] += 1
+            if not self._slots.holds(need):
+                need[self._class[part.group]] -= 1
                 self.counters["store_refused_parts"] += 1
                 continue
             new[part.key] = part
@@ -344,7 +374,6 @@ class TieredStore:
 
     def end_store(self, keys: Sequence[Key], now_s: float) -> None:
         """All ranks have copied `keys` out of the engine, or reported them as StoreFailed: the rest can be loaded now."""
-        stored: list[Key] = []
         for key in keys:
             slot = self._filling.pop(key, None)
             if slot is None:
@@ -353,11 +382,11 @@ class TieredStore:
             if slot.state is _State.FILLING:
                 if reason is None:
                     slot.state = _State.READY
-                    stored.append(key)
+                    self._stored(key, slot)
                 else:
                     self._forget_slot(key, slot, now_s)
             self._release(slot)
-        self._write(stored, now_s)
+        self._ingest(now_s)
 
     # ---- outcomes, time, actions
 
@@ -388,21 +417,29 @@ class TieredStore:
                 self._one_rank_less(self._held, outcome.load_id)
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass: a write that is late counts as failed; its slots stay its own until it ends."""
+        """Let deadlines pass: what is late is not waited for any more; its slots stay its own until it ends."""
         for write in self._writes.values():
             if not write.expired and now_s >= write.deadline_s:
                 write.expired = True
                 self.counters["write_late"] += 1
                 self._notice(f"a disk write took longer than {self.limits.write_deadline_s} s")
+        self._ingest(now_s)
+        for owed in (*self._fences.values(), *self._held.values()):
+            if not owed.expired and now_s >= owed.deadline_s:
+                owed.expired = True
+                self._notice(f"a read or a reset has not ended {self.limits.write_deadline_s} s after it was given up")
         if now_s >= self._disk_retry_at_s:
             self._disk_limit_bytes = self.limits.disk_bytes
             self._disk_suspended = False
 
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""
-        return bool(
-            self._actions or self._fences or self._held or any(not write.expired for write in self._writes.values())
-        )
+        awaited: list[_Write | _Owed] = [*self._writes.values(), *self._fences.values(), *self._held.values()]
+        return bool(self._actions) or any(not move.expired for move in awaited)
+
+    def settled(self) -> bool:
+        """Whether nothing is under way, what is late included."""
+        return not (self._actions or self._writes or self._fences or self._held)
 
     def take_actions(self) -> list[Action]:
         """What every rank has to do, in this order. Each is handed out once."""
@@ -414,13 +451,16 @@ class TieredStore:
         notices, self._notices = self._notices, []
         return notices
 
-    def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float) -> None:
+    def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float, strays: Sequence[Key] = ()) -> None:
         """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first.
 
-        What is over capacity is deleted, oldest first.
+        What is over capacity is deleted, oldest first, and so are `strays`, which only some ranks have: they would take room
+        that nobody counts, and stand in the way when their keys are written again.
         """
         if self._disk_policy is None:
             return
+        if strays:
+            self._actions.append(DeleteParts(list(strays)))
         for key, group, depth in entries:
             size = self.limits.slot_bytes[group]
             self._disk[key] = group
@@ -454,9 +494,10 @@ class TieredStore:
                 self._disk_policy.remove(key, now_s, evicted=False)
         self._disk.clear()
         self._writing.clear()
+        self._ingestion.reset()
         self._disk_used_bytes = 0
         fence_id = self._new_id()
-        self._fences[fence_id] = _Owed(self.limits.rank_count, owed)
+        self._fences[fence_id] = _Owed(self.limits.rank_count, owed, now_s + self.limits.write_deadline_s)
         self._actions.append(ResetTier(self.generation, fence_id))
         self.counters["resets"] += 1
 
@@ -470,6 +511,16 @@ class TieredStore:
             "disk_parts": len(self._disk),
             "writes_in_flight": len(self._writes),
             "loads_in_flight": len(self._loads),
+        }
+
+    def advice(self) -> dict[tuple[str, float], float]:
+        """Estimated hit rate, by recency, of each tier at half, once, twice and four times its capacity."""
+        tiers = {"dram": self.limits.arena_bytes, "disk": self.limits.disk_bytes}
+        return {
+            (tier, factor): rate
+            for tier, capacity in tiers.items()
+            if capacity
+            for factor, rate in self._curve.advice(capacity).items()
         }
 
     def check(self) -> None:
@@ -531,19 +582,29 @@ class TieredStore:
             slot = self._dram[key]
             return slot.leases > 0 or slot.state is not _State.READY
 
+        writes: list[tuple[Key, _Slot]] = []
+
         def victims() -> Iterator[tuple[int, int]]:
             for key in self._dram_policy.candidates(now_s, is_leased, new[0].key):
                 slot = self._dram[key]
+                if self._ingestion.evicting(key) and self._begin_write(key, now_s):
+                    # Ingestion EVICTED: its bytes have to stay until they are written. Enough of those, and the caller asks again.
+                    writes.append((key, slot))
+                    if len(writes) > 2 * len(new) + _WRITES_AHEAD:
+                        return
+                    continue
                 key_at[slot.offset] = key
                 yield self._class[slot.group], slot.offset
 
         chosen = self._slots.choose_victims(Counter(self._class[part.group] for part in new), victims())
+        self._send_writes(writes, now_s)
         if chosen is None:
             return None
         for victim in chosen:
             key = key_at[victim]
             del self._dram[key]
             self._dram_policy.remove(key, now_s, evicted=True)
+            self._ingestion.left(key)
             self._slots.give(victim)
         self.counters["dram_evicted_parts"] += len(chosen)
         slots = []
@@ -562,6 +623,7 @@ class TieredStore:
         if self._dram.get(key) is slot:
             del self._dram[key]
             self._dram_policy.remove(key, now_s, evicted=False)
+            self._ingestion.left(key)
             slot.state = _State.DOOMED
             if slot.leases == 0:
                 self._slots.give(slot.offset)
@@ -576,6 +638,7 @@ class TieredStore:
         group = self._disk.pop(key, None)
         if group is not None and self._disk_policy is not None:
             self._disk_policy.remove(key, now_s, evicted=False)
+            self._ingestion.lost(key)
             self._disk_used_bytes -= self.limits.slot_bytes[group]
             self._actions.append(DeleteParts([key]))
             self.counters["disk_lost_parts"] += 1
@@ -585,11 +648,13 @@ class TieredStore:
         for key in victims:
             self._disk_used_bytes -= self.limits.slot_bytes[self._disk.pop(key)]
             self._disk_policy.remove(key, now_s, evicted=True)
+            self._ingestion.lost(key)
         if victims:
             self._actions.append(DeleteParts(list(victims)))
             self.counters["disk_evicted_parts"] += len(victims)
 
-    def _make_disk_room(self, size_bytes: int, incoming: Key, now_s: float) -> bool:
+    def _disk_victims(self, size_bytes: int, incoming: Key, now_s: float) -> list[Key] | None:
+        """What has to leave the disk so that `size_bytes` fit; None where that much cannot leave."""
         assert self._disk_policy is not None
         over = self._disk_used_bytes + size_bytes - self._disk_limit_bytes
         victims: list[Key] = []
@@ -599,35 +664,48 @@ class TieredStore:
                 over -= self.limits.slot_bytes[self._disk[key]]
                 if over <= 0:
                     break
-            if over > 0:
-                return False
-        self._evict_disk(victims, now_s)
-        return True
+        return victims if over <= 0 else None
 
-    def _write(self, keys: Sequence[Key], now_s: float) -> None:
-        """Have READY parts written to disk, as far as there is or can be made room for them."""
-        if self._disk_policy is None:
+    def _stored(self, key: Key, slot: _Slot, *, below: bool = False) -> None:
+        """`key` is READY in DRAM now; `below`: it is on disk already."""
+        if self._disk_policy is not None:
+            tokens = self.limits.part_tokens[slot.group] if self.limits.part_tokens else 0
+            self._ingestion.stored(key, self.limits.slot_bytes[slot.group], tokens, below=below)
+
+    def _ingest(self, now_s: float) -> None:
+        """Have written what is due, as far as the quotas of writes in flight go."""
+        while keys := self._ingestion.take(_WRITES_AT_ONCE):
+            writes = [(key, self._dram[key]) for key in keys if self._admit_to_disk(key, self._dram[key], now_s)]
+            self._send_writes(writes, now_s)
+
+    def _begin_write(self, key: Key, now_s: float) -> bool:
+        return self._ingestion.begin(key) and self._admit_to_disk(key, self._dram[key], now_s)
+
+    def _admit_to_disk(self, key: Key, slot: _Slot, now_s: float) -> bool:
+        """Take the room and the lease for a write that ingestion has begun, or end it."""
+        assert self._admission is not None
+        size = self.limits.slot_bytes[slot.group]
+        if key not in self._disk and key not in self._writing and not self._disk_suspended:
+            victims = self._disk_victims(size, key, now_s)
+            if victims is not None and self._admission.admits(key, size, now_s, victims):
+                self._evict_disk(victims, now_s)
+                slot.leases += 1
+                self._disk_used_bytes += size
+                self._writing[key] = slot.group
+                return True
+        self._ingestion.ended(key, written=False)
+        self.counters["write_refused_parts"] += 1
+        return False
+
+    def _send_writes(self, writes: Sequence[tuple[Key, _Slot]], now_s: float) -> None:
+        if not writes:
             return
-        parts: list[PartPlace] = []
-        slots: list[_Slot] = []
-        for key in keys:
-            slot = self._dram[key]
-            size = self.limits.slot_bytes[slot.group]
-            if key in self._disk or key in self._writing:
-                continue
-            if self._disk_suspended or not self._make_disk_room(size, key, now_s):
-                self.counters["write_refused_parts"] += 1
-                continue
-            slot.leases += 1
-            self._disk_used_bytes += size
-            self._writing[key] = slot.group
-            parts.append(PartPlace(key, slot.group, slot.offset))
-            slots.append(slot)
-        if parts:
-            move_id = self._new_id()
-            deadline_s = now_s + self.limits.write_deadline_s
-            self._writes[move_id] = _Write(parts, slots, deadline_s, self.limits.rank_count, self.generation)
-            self._actions.append(WriteParts(move_id, parts, [slot.info.depth_tokens for slot in slots]))
+        move_id = self._new_id()
+        parts = [PartPlace(key, slot.group, slot.offset) for key, slot in writes]
+        slots = [slot for _, slot in writes]
+        deadline_s = now_s + self.limits.write_deadline_s
+        self._writes[move_id] = _Write(parts, slots, deadline_s, self.limits.rank_count, self.generation)
+        self._actions.append(WriteParts(move_id, parts, [slot.info.depth_tokens for slot in slots]))
 
     def _apply_write(self, outcome: WriteDone, now_s: float) -> None:
         write = self._writes.get(outcome.move_id)
@@ -642,12 +720,14 @@ class TieredStore:
             self._release(slot)
         if write.generation != self.generation:
             return
-        assert self._disk_policy is not None
+        assert self._disk_policy is not None and self._admission is not None
         for part, slot in zip(write.parts, write.slots, strict=True):
             group = self._writing.pop(part.key)
             size = self.limits.slot_bytes[group]
+            self._ingestion.ended(part.key, written=part.key not in write.failed)
             if part.key in write.failed:
                 self._disk_used_bytes -= size
+                self._admission.undo(size)
             else:
                 self._disk[part.key] = group
                 self._disk_policy.insert(part.key, slot.info, now_s)
@@ -665,3 +745,4 @@ class TieredStore:
                 slack_bytes = 2 * max(self.limits.slot_bytes)
                 self._disk_limit_bytes = max(0, min(self._disk_limit_bytes, self._disk_used_bytes - slack_bytes))
             self._disk_suspended = not kinds <= {NO_SPACE, OVER_BUDGET}
+        self._ingest(now_s)

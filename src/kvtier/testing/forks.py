@@ -34,6 +34,7 @@ PR_SET_PDEATHSIG = 1
 LENGTH_BYTES = 8
 POLL_S = 0.1
 KILL_WAIT_S = 5.0
+ORPHAN_GRACE_S = 3.0
 
 T = TypeVar("T")
 
@@ -91,6 +92,10 @@ def join(child: Child) -> Any:
         left = kill(child)
         raise ForkError(f"the child took longer than its timeout and was killed, with all of {left}\n{tail(child.log)}")
     _, status = os.waitpid(child.pid, 0)
+    # Helpers that end with their parent (multiprocessing's resource tracker) get a moment for it.
+    end = time.monotonic() + ORPHAN_GRACE_S
+    while session_members(child.pid) and time.monotonic() < end:
+        time.sleep(POLL_S / 10)
     left = _signal_session(child.pid, signal.SIGKILL)
     if payload is None:
         raise ForkError(f"the child died with {_words(status)} and without a result\n{tail(child.log)}")

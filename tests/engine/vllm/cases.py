@@ -157,9 +157,9 @@ def ask_crowd(engine: Engine, case: Case) -> list[Answer]:
 def counters_of(engine: Engine) -> dict[str, float]:
     """kvtier's counters and gauges so far, without their prefix."""
     return {
-        name.removeprefix("kvtier:"): value
+        name.removeprefix("vllm:kvtier_"): value
         for name, value in engine.counters.values.items()
-        if name.startswith("kvtier:")
+        if name.startswith("vllm:kvtier_")
     }
 
 

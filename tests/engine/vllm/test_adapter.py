@@ -4,6 +4,7 @@ Needs vLLM's Python, not an engine: a contract test of what we use of it.
 """
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +27,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import Config
+from kvtier.engine.opening import disk_counters
 from kvtier.engine.vllm import metrics, startup
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake, KVTierWorkerMetadata, PartsSpec
-from kvtier.engine.vllm.worker import layouts_of, pieces_of
+from kvtier.engine.vllm.worker import KVTierWorker, layouts_of, pieces_of
 from kvtier.errors import ConfigError, StoreUnavailableError
-from kvtier.store.moves import LoadFailed, PartPlace, WriteDone, WriteParts
+from kvtier.store.moves import DeleteParts, LoadFailed, PartPlace, WriteDone, WriteParts
+from kvtier.testing.part_store import pattern, write_parts
+from kvtier.tier.disk.segment_store import SegmentStore
 
 pytestmark = pytest.mark.engine
 SLOT = 8192
@@ -137,6 +141,8 @@ def test_only_what_every_rank_has_counts_at_start() -> None:
         LookupResult.MISS,
     ]
     assert manager.get_load_source(b, context()) is CacheHitSource.DISK
+    (delete,) = manager.take_actions()
+    assert isinstance(delete, DeleteParts) and sorted(delete.keys) == sorted([a, c]), "nobody else would ever drop them"
 
 
 def test_a_reset_that_reached_some_ranks_starts_empty() -> None:
@@ -207,10 +213,24 @@ def test_every_metric_reported_is_declared_and_only_changes_are() -> None:
     assert values.keys() <= declared.keys()
     for name, by_label in values.items():
         assert all(len(labels) == len(declared[name].labelnames) for labels in by_label)
-    assert values["kvtier:load_failed_by_reason"] == {("io",): 1}
+    assert values["vllm:kvtier_load_failed_by_reason"] == {("io",): 1}
+    advised = values["vllm:kvtier_estimated_hit_rate"]
+    assert set(advised) == {(tier, factor) for tier in ("dram", "disk") for factor in ("0.5", "1", "2", "4")}
     again = manager.get_stats()
     assert again is not None
     assert not [n for n in again.data["data"] if isinstance(declared[n], OffloadingCounterMetadata)]
+
+
+def test_what_goes_over_the_disk_is_reported_once_and_declared(tmp_path: Path) -> None:
+    disk = SegmentStore(tmp_path, namespace=b"n" * 16, capacity_bytes=1 << 20)
+    worker = KVTierWorker(SimpleNamespace(), 1, disk, wait_deadline_s=1, close_deadline_s=1)  # type: ignore[arg-type]
+    assert set(write_parts(disk, {b"k" * 32: pattern(1, SLOT)}).values()) == {None}
+    stats = worker.take_stats()
+    assert stats is not None
+    assert stats.data["data"] == {"vllm:kvtier_disk_written_bytes": {(): SLOT}}
+    assert worker.take_stats() is None, "at most once a second"
+    assert {metrics.counter_name(name) for name in disk_counters(disk)} <= metrics.definitions().keys()
+    disk.close(5.0)
 
 
 def test_group_numbers_are_vllms() -> None:

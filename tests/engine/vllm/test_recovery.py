@@ -20,6 +20,20 @@ def spoil_one_part(engine: Engine) -> None:
     plane._arena.view(slot.offset, 4096)[100] ^= 1
 
 
+def test_two_engines_one_after_the_other_in_one_process(fork: Any, checkpoint: Any) -> None:
+    model: Path = checkpoint("llama")
+
+    def scenario() -> list[tuple[int, ...]]:
+        answers = []
+        for _ in range(2):
+            with Engine(model, kvtier={"dram_bytes": "16MiB"}) as engine:
+                answers.append(engine.ask(list(range(200))).token_ids)
+        return answers
+
+    first, second = fork(scenario)
+    assert first == second
+
+
 def test_a_part_that_went_bad_is_recomputed_and_stored_again(fork: Any, checkpoint: Any) -> None:
     model: Path = checkpoint("llama")
 
@@ -34,7 +48,7 @@ def test_a_part_that_went_bad_is_recomputed_and_stored_again(fork: Any, checkpoi
                 answers.append((answer.external_tokens, answer.token_ids))
                 engine.settle()
                 engine.reset_prefix_cache()
-            assert engine.counters["kvtier:load_failed"] == 1
+            assert engine.counters["vllm:kvtier_load_failed"] == 1
         return answers
 
     cold, spoiled, again = fork(scenario)

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
@@ -34,6 +34,9 @@ from kvtier.engine.vllm.spec import KVTierSpec
 from kvtier.engine.vllm.startup import adjust_engine, check_engine, read_settings, show_log
 from kvtier.engine.vllm.worker import KVTierWorker
 from kvtier.errors import StoreUnavailableError
+
+# How long an idle step waits for something to end.
+IDLE_WAIT_S = 0.002
 
 
 class KVTierConnector(OffloadingConnector):
@@ -85,6 +88,7 @@ class KVTierConnector(OffloadingConnector):
             store_jobs=meta.store_jobs,
             jobs_to_flush=meta.jobs_to_flush,
             actions=self.manager.take_actions(),
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -118,6 +122,11 @@ class KVTierConnector(OffloadingConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        meta = self._connector_metadata
+        if isinstance(meta, KVTierMetadata) and meta.idle:
+            # Between steps a worker of vLLM spins on sched_yield, taking the GIL back each time before a thread that waits for it has
+            # got a busy core: step after idle step what is under way would never end. A real sleep lets it.
+            self._worker.wait_for_news(IDLE_WAIT_S)
         results = super().get_transfer_results(finished_req_ids)
         ended, failed = self._worker.take_ended_loads()
         for job_id in ended:
@@ -125,6 +134,11 @@ class KVTierConnector(OffloadingConnector):
             if req_id is not None and job_id in failed:
                 results.failed_recving.add(req_id)
         return results
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_worker is not None:
+            return self._worker.take_stats()
+        return super().get_kv_connector_stats()
 
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         meta = super().build_connector_worker_meta()

@@ -4,8 +4,9 @@ In the hashes are the tokens, LoRA, multimodal inputs and the cache salt. Here a
 quantization, layout, instruction set, hash algorithm, chunking and topology.
 """
 
-import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,37 +21,61 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.identity.namespace import Namespace, file_fingerprint
 
 LAYOUT_VERSION = 1
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
+_NOT_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold, out of whatever a configuration holds."""
-    # Infinity, which Granite and Falcon have in their time step limits, is no JSON: it is kept as that word.
-    return json.loads(json.dumps(value, sort_keys=True, default=str), parse_constant=str)
+    """What JSON can hold, out of whatever a configuration holds: the same in every process, so without addresses and the order of sets."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        # Infinity, which Granite and Falcon have in their time step limits, is no JSON: it is kept as a word.
+        return value if math.isfinite(value) else str(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
-def _weights(model: str, revision: str | None) -> Mapping[str, object]:
-    directory = Path(model)
-    if not directory.is_dir():
-        commit = None
-        try:
-            from huggingface_hub import try_to_load_from_cache
+def _model_fields(config: Any) -> Any:
+    """A model's configuration without what says where it lies or who wrote it, in nested ones too."""
+    if isinstance(config, Mapping):
+        return {name: _model_fields(item) for name, item in config.items() if name not in _NOT_THE_MODEL}
+    return config
 
-            found = try_to_load_from_cache(model, "config.json", revision=revision)
-            if isinstance(found, str):
-                commit = Path(found).parent.name
-        except (ImportError, ValueError, OSError):
-            pass
-        return {"repository": model, "revision": commit or revision or "unknown"}
-    files = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-    return {"files": {path.name: file_fingerprint(path) for path in files}}
+
+def _weights(model: str, revision: str | None, commit: str | None = None) -> Mapping[str, object]:
+    """What tells one set of weights from another; `commit` is the one that the configuration came from, where that is known."""
+    path = Path(model)
+    if path.is_file():
+        return {"files": {path.name: file_fingerprint(path)}}
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+        return {"files": {file.name: file_fingerprint(file) for file in files}}
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        if isinstance(found, str):
+            commit = Path(found).parent.name
+    except (ImportError, ValueError, OSError):
+        pass
+    return {"repository": model, "revision": commit or revision or "unknown"}
 
 
 def _shapes(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> dict[str, object]:
-    """Type, shape and strides of each layer's cache; the number of blocks depends on memory, not on meaning, and is left out."""
+    """Type, shape and strides of each layer's cache; the number of blocks depends on memory, not on meaning, and is left out.
+
+    Blocks come first. Kernels may see each as several of their own: how many, says something, and is kept.
+    """
     result: dict[str, object] = {}
     for name, tensor in kv_caches.items():
-        shape = ["blocks" if size == num_blocks else size for size in tensor.shape]
+        blocks, *rest = tensor.shape
+        shape = [["blocks", blocks // num_blocks] if blocks % num_blocks == 0 else blocks, *rest]
         order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
         result[name] = [str(tensor.dtype), shape, order]
     return result
@@ -67,16 +92,13 @@ def namespace_of(
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = offloading.parallel
-    hf_config = {
-        k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
-    }
     speculative = vllm_config.speculative_config
     fields: dict[str, object] = {
         "layout_version": LAYOUT_VERSION,
         "label": label,
         "vllm": vllm.__version__,
-        "weights": _weights(model.model, model.revision),
-        "model_config": _plain(hf_config),
+        "weights": _weights(model.model, model.revision, getattr(model.hf_config, "_commit_hash", None)),
+        "model_config": _plain(_model_fields(model.hf_config.to_dict())),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "mamba_cache_dtype": str(cache.mamba_cache_dtype),

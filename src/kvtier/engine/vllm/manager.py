@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -19,16 +19,19 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import Config
+from kvtier.engine.opening import store_limits
 from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
 from kvtier.policy.base import RequestInfo
 from kvtier.store.moves import Action, Outcome, Source
-from kvtier.store.tiered import Part, Presence, Run, StoreLimits, TieredStore
+from kvtier.store.tiered import Part, Presence, Run, TieredStore
 
 logger = logging.getLogger(__name__)
 
 _HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DISK}
+
+_ADVISE_EVERY_S = 10.0
 
 
 class KVTierManager(OffloadingManager):
@@ -37,15 +40,24 @@ class KVTierManager(OffloadingManager):
     Args:
         config: the settings.
         group_ids: vLLM's number of each offloaded group, in order; the store counts them from 0.
+        part_tokens: tokens of one part of each group.
         clock: monotonic seconds.
     """
 
-    def __init__(self, config: Config, group_ids: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group_ids: Sequence[int],
+        part_tokens: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.store: TieredStore | None = None
         self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
+        self._part_tokens = tuple(part_tokens)
         self._clock = clock
         self._reported: dict[str, int] = {}
+        self._advise_at_s = 0.0
         self._last_stored: dict[str, dict[int, bytes]] = {}
         self._live: set[str] = set()
         self._declined: set[str] = set()
@@ -67,14 +79,13 @@ class KVTierManager(OffloadingManager):
                     f"rank {number} has parts of {rank.slot_bytes} bytes and rank 0 of {first.slot_bytes}: kvtier needs ranks "
                     "whose parts are equally large; use a pipeline split with equal stages, or pipeline_parallel_size=1"
                 )
-        limits = StoreLimits(
+        limits = store_limits(
+            self.config,
             slot_bytes=first.slot_bytes,
             arena_bytes=min(rank.slots_bytes for rank in ranks),
             disk_bytes=min(rank.disk_bytes for rank in ranks),
             rank_count=len(ranks),
-            write_deadline_s=self.config.write_deadline_s,
-            dram_policy=self.config.dram_policy,
-            disk_policy=self.config.disk_policy,
+            part_tokens=self._part_tokens,
         )
         generation = max(rank.generation for rank in ranks)
         self.store = TieredStore(limits, generation=generation)
@@ -82,13 +93,14 @@ class KVTierManager(OffloadingManager):
             logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
             self.store.reset(self._clock())
             return
-        common = set.intersection(*({key for key, _ in rank.entries} for rank in ranks))
+        found = [{key for key, _ in rank.entries} for rank in ranks]
+        common = set.intersection(*found)
         entries = [
             (key, self._group_of[get_offload_group_idx(OffloadKey(key))], depth)
             for key, depth in first.entries
             if key in common
         ]
-        self.store.fill_from_disk(entries, self._clock())
+        self.store.fill_from_disk(entries, self._clock(), sorted(set.union(*found) - common))
         if limits.disk_bytes:
             logger.info("kvtier: %d parts found on disk that every rank has", len(entries))
 
@@ -130,10 +142,29 @@ class KVTierManager(OffloadingManager):
         store.counters["lookup_late"] += 1
         return False
 
-    def request_seen(self, keys: Sequence[OffloadKey], hit_count: int) -> None:
-        """A request was looked up for the first time."""
+    def request_seen(
+        self, keys: Sequence[OffloadKey], hit_count: int, hints: Mapping[str, object], group: int = 0
+    ) -> None:
+        """A request was looked up for the first time: one group's keys of its whole prompt, and what its sender wished.
+
+        Hints are `ttl_s`, `pinned` and `returns_soon`, see `kvtier.policy.base.RequestInfo`; others are not ours.
+        """
+        if self.store is None:
+            return
+        ttl_s = hints.get("ttl_s")
+        request = RequestInfo(
+            keys,
+            hit_count,
+            ttl_s=float(ttl_s) if isinstance(ttl_s, (int, float)) else None,
+            pinned=hints.get("pinned") is True,
+            returns_soon=hints.get("returns_soon") is True,
+        )
+        self.store.request(request, self._clock(), group)
+
+    def request_answered(self, keys: Sequence[OffloadKey], output_tokens: int) -> None:
+        """A request that was seen has been answered, in so many tokens."""
         if self.store is not None:
-            self.store.request(RequestInfo(keys, hit_count), self._clock())
+            self.store.finished(keys, output_tokens, self._clock())
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         if self.store is None:
@@ -221,4 +252,8 @@ class KVTierManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self.store is None:
             return None
-        return stats_of(self.store.counters, self._reported, self.store.gauges())
+        advice = None
+        if self._clock() >= self._advise_at_s:
+            self._advise_at_s = self._clock() + _ADVISE_EVERY_S
+            advice = self.store.advice()
+        return stats_of(self.store.counters, self._reported, self.store.gauges(), advice)

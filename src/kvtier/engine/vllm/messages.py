@@ -23,9 +23,13 @@ class PartsSpec(LoadStoreSpec):
 
 @dataclass
 class KVTierMetadata(OffloadingConnectorMetadata):
-    """Scheduler to workers: the step's jobs, and the control plane's actions, which come before them."""
+    """Scheduler to workers: the step's jobs, and the control plane's actions, which come before them.
+
+    `idle` says that the step computes nothing: the engine steps because something is under way.
+    """
 
     actions: list[Action] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass

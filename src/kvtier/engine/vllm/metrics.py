@@ -22,6 +22,10 @@ _COUNTERS = {
     "dram_evicted_parts": "Parts evicted from DRAM",
     "disk_evicted_parts": "Parts evicted from disk",
     "disk_lost_parts": "Parts on disk that were missing, short or wrong when read",
+    "disk_written_bytes": "Bytes written to disks, by all ranks",
+    "disk_read_bytes": "Bytes read from disks, by all ranks",
+    "disk_corrupt_parts": "Parts that a disk gave back otherwise than they were written",
+    "disk_over_budget_bytes": "Bytes not written because of disk_bytes_a_day",
     "resets": "Times that everything was dropped",
 }
 _BY_REASON = {
@@ -38,10 +42,15 @@ _GAUGES = {
     "loads_in_flight": "Loads being carried out",
 }
 
+_ADVICE = "estimated_hit_rate"
+
 
 def counter_name(counter: str) -> str:
-    """Prometheus name of a counter of the store; vLLM adds `_total`."""
-    return f"kvtier:{counter}"
+    """Prometheus name of a counter of the store; the client adds `_total`.
+
+    Under vLLM's own prefix, since vLLM unregisters by it when a second engine starts in one process.
+    """
+    return f"vllm:kvtier_{counter}"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -55,13 +64,20 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         )
     for name, text in _GAUGES.items():
         result[counter_name(name)] = OffloadingGaugeMetadata(documentation=text)
+    result[counter_name(_ADVICE)] = OffloadingGaugeMetadata(
+        documentation="Estimated hit rate of a tier at a multiple of its capacity",
+        labelnames=("tier", "capacity_factor"),
+    )
     return result
 
 
 def stats_of(
-    counters: Mapping[str, int], before: dict[str, int], gauges: Mapping[str, int]
+    counters: Mapping[str, int],
+    before: dict[str, int],
+    gauges: Mapping[str, int],
+    advice: Mapping[tuple[str, float], float] | None = None,
 ) -> OffloadingConnectorStats:
-    """What changed since `before`, which is brought up to date."""
+    """What changed since `before`, which is brought up to date, what is held now, and advice on sizes where it was asked for."""
     stats = OffloadingConnectorStats()
     for name, value in counters.items():
         change = value - before.get(name, 0)
@@ -75,4 +91,6 @@ def stats_of(
             stats.increase_counter(counter_name(base), change)
     for name, value in gauges.items():
         stats.set_gauge(counter_name(name), value)
+    for (tier, factor), rate in (advice or {}).items():
+        stats.set_gauge(counter_name(_ADVICE), rate, (tier, f"{factor:g}"))
     return stats

@@ -19,6 +19,9 @@ class _OnceAStep(logging.Filter):
 
 logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler").addFilter(_OnceAStep())
 
+HINTS = "kvtier"
+"""Key of kvtier's own wishes in a request's kv_transfer_params."""
+
 
 class KVTierScheduler(OffloadingConnectorScheduler):
     """Keeps every decision on groups, windows and fences upstream's."""
@@ -32,12 +35,24 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _maximal_prefix_lookup(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        keys = list(keys)
-        run = self.manager.leading_run(keys, req_context)
-        if req_context.req_id not in self._seen:
-            self._seen.add(req_context.req_id)
-            self.manager.request_seen(keys, run.length)
+        run = self.manager.leading_run(list(keys), req_context)
         return None if run.pending else run.length
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, **bounds: Any
+    ) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
+        if answer[0] is not None and request.request_id not in self._seen:
+            self._seen.add(request.request_id)
+            hints = (request.kv_transfer_params or {}).get(HINTS)
+            hit_tokens = num_computed_tokens + answer[0]
+            states = self._req_status[request.request_id].group_states
+            for group, (config, state) in enumerate(zip(self.config.kv_group_configs, states, strict=True)):
+                hit_count = min(hit_tokens // config.tokens_per_chunk, len(state.offload_keys))
+                self.manager.request_seen(
+                    state.offload_keys, hit_count, hints if isinstance(hints, dict) else {}, group
+                )
+        return answer
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
@@ -48,5 +63,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 group_state.next_stored_chunk_idx = 0
 
     def request_finished(self, request: Any) -> Any:
-        self._seen.discard(request.request_id)
+        req_status = self._req_status.get(request.request_id)
+        if request.request_id in self._seen and req_status is not None:
+            self._seen.discard(request.request_id)
+            for config, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
+                prompt = state.offload_keys[: request.num_prompt_tokens // config.tokens_per_chunk]
+                self.manager.request_answered(prompt, request.num_output_tokens)
         return super().request_finished(request)

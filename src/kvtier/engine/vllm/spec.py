@@ -20,16 +20,17 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
 from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane
+from kvtier.engine.opening import open_disk
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake
 from kvtier.engine.vllm.metrics import definitions
+from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of
 from kvtier.errors import ConfigError
-from kvtier.identity.namespace import Namespace, write_manifest
+from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
 from kvtier.record.envelope import slot_bytes
-from kvtier.tier.disk.base import PartStore
 from kvtier.tier.disk.segment_store import SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,17 @@ class KVTierSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            self._manager = KVTierManager(self.settings, [group.group_id for group in self.config.groups])
+            self._manager = KVTierManager(
+                self.settings,
+                [group.group_id for group in self.config.groups],
+                [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block],
+            )
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             self._worker = self._build_worker(kv_caches)
+            let_vllm_scan_llvmlite()
         return self._worker
 
     def _build_worker(self, kv_caches: CanonicalKVCaches) -> KVTierWorker:
@@ -120,46 +126,20 @@ class KVTierSpec(OffloadingSpec):
         return KVTierWorker(
             plane,
             self.blocks_per_chunk,
+            disk,
             wait_deadline_s=settings.load_deadline_s,
             close_deadline_s=settings.close_deadline_s,
         )
 
-    def _open_disk(self, namespace: Namespace, arena: Arena) -> PartStore | None:
-        settings, parallel = self.settings, self.config.parallel
-        if settings.disk_path is None:
+    def _open_disk(self, namespace: Namespace, arena: Arena) -> SegmentStore | None:
+        root, parallel = self.settings.disk_path, self.config.parallel
+        if root is None:
             return None
-        root = settings.disk_path
         if parallel.data_parallel_size > 1 and root.is_dir():
             # Replicas are engines of their own: each owns a store.
             root = root / f"replica_{parallel.data_parallel_index}"
             root.mkdir(exist_ok=True)
-        store = SegmentStore(
-            root,
-            namespace=namespace.id,
-            rank=parallel.rank,
-            capacity_bytes=settings.disk_bytes // parallel.world_size,
-            durability=settings.disk_durability,  # type: ignore[arg-type]
-            free_bytes_min=settings.disk_free_bytes_min,
-            iodepth=settings.io_depth,
-            arena=arena.view(0, arena.capacity_bytes),
-        )
-        try:
-            write_manifest(namespace, root)
-        except BaseException:
-            store.close(0.0)
-            raise
-        for note in store.notes:
-            logger.warning("kvtier: disk: %s", note)
-        logger.info("kvtier: disk: I/O by %s, %s", store.io.name, store.io.chosen_because)
-        if store.arena_registered_reason:
-            logger.info("kvtier: disk: the arena is not registered with the kernel: %s", store.arena_registered_reason)
-        if not store.direct_io:
-            logger.warning(
-                "kvtier: disk_path %s is on a filesystem without direct I/O: reads and writes go through the page cache, which "
-                "costs memory and speed; a local ext4 or XFS has it",
-                settings.disk_path,
-            )
-        return store
+        return open_disk(self.settings, root, namespace, arena, rank=parallel.rank, rank_count=parallel.world_size)
 
     @staticmethod
     def _copy_engine(arena: Arena, device: torch.device) -> CopyEngine:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,17 @@ def show_log() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = False
+
+
+def let_vllm_scan_llvmlite() -> None:
+    """Keep vLLM's CPU start-up from tripping over numba, which kvtier uses.
+
+    vLLM looks into the `__dict__` of every object in every loaded module for kernels to replace. llvmlite's library object answers
+    to any name with a function, that one too, and the start of a second engine in one process then ends in an AttributeError.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is not None:
+        ffi.lib._fntab.setdefault("__dict__", {})
 
 
 @dataclass(frozen=True, slots=True)

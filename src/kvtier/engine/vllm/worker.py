@@ -1,8 +1,11 @@
 """The worker's side of offloading: vLLM's jobs, turned into jobs of the data plane."""
 
+import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -13,8 +16,15 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.engine.dataplane import DataPlane
 from kvtier.engine.layout import GroupLayout, Piece, Region
+from kvtier.engine.opening import disk_counters
 from kvtier.engine.vllm.messages import PartsSpec
-from kvtier.store.moves import Action, Outcome, PartPlace
+from kvtier.engine.vllm.metrics import stats_of
+from kvtier.store.moves import Action, LoadFailed, Outcome, PartPlace, StoreFailed
+from kvtier.tier.disk.segment_store import SegmentStore
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY_S = 1.0
 
 
 def layouts_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[GroupLayout]:
@@ -52,27 +62,52 @@ class KVTierWorker(OffloadingWorker):
     """Hands vLLM's jobs to a DataPlane, and keeps what failed for the connector to report."""
 
     def __init__(
-        self, plane: DataPlane, blocks_per_chunk: int, *, wait_deadline_s: float, close_deadline_s: float
+        self,
+        plane: DataPlane,
+        blocks_per_chunk: int,
+        disk: SegmentStore | None,
+        *,
+        wait_deadline_s: float,
+        close_deadline_s: float,
     ) -> None:
         self._plane = plane
+        self._disk = disk
+        self._reported: dict[str, int] = {}
+        self._report_at_s = 0.0
         self._blocks_per_chunk = blocks_per_chunk
         self._wait_deadline_s = wait_deadline_s
         self._close_deadline_s = close_deadline_s
         self._outcomes: list[Outcome] = []
         self._failed_loads: set[int] = set()
         self._ended_loads: set[int] = set()
+        self._refused: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, PartsSpec)
-        pieces = pieces_of(src_spec, dst_spec.parts, self._blocks_per_chunk, is_load=False)
-        self._plane.submit_store(job_id, dst_spec.parts, pieces)
+        try:
+            pieces = pieces_of(src_spec, dst_spec.parts, self._blocks_per_chunk, is_load=False)
+            self._plane.submit_store(job_id, dst_spec.parts, pieces)
+        except Exception as error:
+            logger.warning("kvtier: a store could not be started, its parts are not kept", exc_info=True)
+            self._refuse(job_id, StoreFailed([part.key for part in dst_spec.parts], f"not started: {error!r}"))
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         assert isinstance(src_spec, PartsSpec)
-        pieces = pieces_of(dst_spec, src_spec.parts, self._blocks_per_chunk, is_load=True)
-        self._plane.submit_load(job_id, src_spec.load_id, src_spec.parts, pieces)
+        try:
+            pieces = pieces_of(dst_spec, src_spec.parts, self._blocks_per_chunk, is_load=True)
+            self._plane.submit_load(job_id, src_spec.load_id, src_spec.parts, pieces)
+        except Exception as error:
+            logger.warning("kvtier: a load could not be started, its request is recomputed", exc_info=True)
+            self._refuse(job_id, LoadFailed(src_spec.load_id, {}, f"not started: {error!r}"))
+            self._ended_loads.add(job_id)
+            self._failed_loads.add(job_id)
         return True
+
+    def _refuse(self, job_id: int, outcome: Outcome) -> None:
+        """End a job that never began: an exception here would end the engine."""
+        self._outcomes.append(outcome)
+        self._refused.append(TransferResult(job_id, True, None, 0.0))
 
     def get_finished(self) -> list[TransferResult]:
         """Every job that ended, as a success: upstream knows no other end. What failed is in `take_failed_loads` and the outcomes."""
@@ -83,7 +118,10 @@ class KVTierWorker(OffloadingWorker):
                 self._ended_loads.add(result.job_id)
                 if not result.ok:
                     self._failed_loads.add(result.job_id)
-        return [TransferResult(result.job_id, True, result.copied_bytes or None, result.seconds) for result in results]
+        refused, self._refused = self._refused, []
+        return refused + [
+            TransferResult(result.job_id, True, result.copied_bytes or None, result.seconds) for result in results
+        ]
 
     def wait(self, job_ids: set[int]) -> None:
         self._plane.wait(set(job_ids), self._wait_deadline_s)
@@ -93,9 +131,23 @@ class KVTierWorker(OffloadingWorker):
 
     # ---- for the connector
 
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """What has gone over this rank's disk since the last report, at most once a second; None for nothing new."""
+        now_s = time.monotonic()
+        if self._disk is None or now_s < self._report_at_s:
+            return None
+        self._report_at_s = now_s + _REPORT_EVERY_S
+        stats = stats_of(disk_counters(self._disk), self._reported, {})
+        return None if stats.is_empty() else stats
+
     def act(self, actions: Sequence[Action]) -> None:
         """Take the control plane's actions of one step."""
         self._plane.act(actions)
+
+    def wait_for_news(self, deadline_s: float) -> None:
+        """Sleep until something ended, at most `deadline_s` seconds."""
+        if not (self._outcomes or self._refused):
+            self._plane.wait_for_news(deadline_s)
 
     def take_outcomes(self) -> list[Outcome]:
         """Outcomes since the last call."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+IDLE_STEP_S = 0.001
 CONNECTOR = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engine.vllm.connector"
 
@@ -92,6 +93,21 @@ def import_vllm() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
+def fork_processes() -> None:
+    """Let vLLM fork its engine core and its workers from this process, where it would start new interpreters that import all again.
+
+    For a child of `kvtier.testing.forks`, which has one thread and nothing computed yet.
+    """
+    import multiprocessing
+
+    import vllm.utils.system_utils
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
+
+    for module in (vllm.utils.system_utils, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 class Engine:
     """One vLLM engine in this process (workers in processes of their own when tensor parallel).
 
@@ -105,6 +121,10 @@ class Engine:
 
     def __init__(self, model: Path, *, kvtier: Mapping[str, Any] | None = None, **settings: Any) -> None:
         import_vllm()
+        from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
+
+        # Tests in this process may have loaded numba already.
+        let_vllm_scan_llvmlite()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -127,6 +147,8 @@ class Engine:
         self._core = self._engine.engine_core
         self._in_process = hasattr(self._core, "engine_core")
         self._core.get_output = self._tapped(self._core.get_output)
+        if self._in_process:
+            self._core.engine_core.step_fn = _yielding(self._core.engine_core)
 
     def __enter__(self) -> "Engine":
         return self
@@ -143,6 +165,11 @@ class Engine:
     def block_count(self) -> int:
         """Blocks in the engine's KV cache."""
         return int(self._engine.vllm_config.cache_config.num_gpu_blocks)
+
+    @property
+    def free_block_count(self) -> int:
+        """Blocks that no request holds now (engine core in this process only)."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
     def scheduler(self) -> Any:
@@ -261,6 +288,10 @@ class Engine:
             else:
                 time.sleep(0.01)
 
+    def reset_now(self, *, connector: bool = False) -> bool:
+        """Try to reset once, with requests running; whether the engine's own cache could be."""
+        return bool(self._engine.reset_prefix_cache(reset_connector=connector))
+
     def close(self) -> None:
         """Shut the engine down with its workers."""
         self._core.shutdown()
@@ -293,6 +324,19 @@ def add_connector_stats(values: dict[str, float], stats: Mapping[str, Any], gaug
             key = f"{metric}{{{','.join(labels)}}}" if labels else metric
             number = float(sum(value)) if isinstance(value, (list, tuple)) else float(value)
             values[key] = number if metric in gauges else values.get(key, 0.0) + number
+
+
+def _yielding(core: Any) -> Callable[[], Any]:
+    """The core's step, with the pause that the loop of a core in its own process makes: without it threads of workers starve."""
+    step = core.step_fn
+
+    def pausing() -> Any:
+        outputs, model_executed = step()
+        if not model_executed and core.scheduler.has_requests():
+            time.sleep(IDLE_STEP_S)
+        return outputs, model_executed
+
+    return pausing
 
 
 def _gauge_names() -> frozenset[str]:

@@ -1,0 +1,96 @@
+"""From the configuration to what it asks for: the control plane's limits, and the disk tier of a rank."""
+
+import logging
+from pathlib import Path
+
+from kvtier.config import Config
+from kvtier.identity.namespace import Namespace, write_manifest
+from kvtier.memory.arena import Arena
+from kvtier.policy.admission import AdmissionLimits
+from kvtier.policy.ingestion import IngestionLimits, IngestionType
+from kvtier.store.tiered import StoreLimits
+from kvtier.tier.disk.engines import make_io
+from kvtier.tier.disk.segment_store import SegmentStore
+
+logger = logging.getLogger(__name__)
+
+
+def open_disk(
+    config: Config, root: Path, namespace: Namespace, arena: Arena, *, rank: int = 0, rank_count: int = 1
+) -> SegmentStore:
+    """The segment store of one rank below `root`, with the namespace's manifest beside it.
+
+    Raises ConfigError, StoreUnavailableError: nothing is left open then.
+    """
+    io = make_io(config.disk_io, iodepth=config.io_depth)
+    try:
+        store = SegmentStore(
+            root,
+            namespace=namespace.id,
+            rank=rank,
+            capacity_bytes=config.disk_bytes // rank_count,
+            durability=config.disk_durability,  # type: ignore[arg-type]
+            free_bytes_min=config.disk_free_bytes_min,
+            io=io,
+            arena=arena.view(0, arena.capacity_bytes),
+            bytes_a_day=config.disk_bytes_a_day // rank_count,
+        )
+    except BaseException:
+        io.close(0.0)
+        raise
+    try:
+        write_manifest(namespace, root)
+    except BaseException:
+        store.close(0.0)
+        raise
+    logger.info("kvtier: disk: I/O by %s, %s", store.io.name, store.io.chosen_because)
+    for note in store.notes:
+        logger.warning("kvtier: disk: %s", note)
+    if store.arena_registered_reason:
+        logger.info("kvtier: disk: the arena is not registered with the kernel: %s", store.arena_registered_reason)
+    if not store.direct_io:
+        logger.warning(
+            "kvtier: disk_path %s is on a filesystem without direct I/O: reads and writes go through the page cache, which "
+            "costs memory and speed; a local ext4 or XFS has it",
+            root,
+        )
+    return store
+
+
+def store_limits(
+    config: Config,
+    *,
+    slot_bytes: tuple[int, ...],
+    arena_bytes: int,
+    disk_bytes: int,
+    rank_count: int = 1,
+    part_tokens: tuple[int, ...] = (),
+) -> StoreLimits:
+    """Limits of a TieredStore, whose sizes are those of one rank."""
+    return StoreLimits(
+        slot_bytes=slot_bytes,
+        arena_bytes=arena_bytes,
+        disk_bytes=disk_bytes,
+        rank_count=rank_count,
+        write_deadline_s=config.write_deadline_s,
+        dram_policy=config.dram_policy,
+        disk_policy=config.disk_policy,
+        ingestion=IngestionLimits(
+            IngestionType.of(config.disk_ingestion),
+            inflight_bytes_max=config.disk_inflight_bytes_max,
+            inflight_tokens_max=config.disk_inflight_tokens_max,
+        ),
+        admission=AdmissionLimits(seen_min=config.disk_admission_seen_min, by_value=config.disk_admission_by_value),
+        part_tokens=part_tokens,
+    )
+
+
+def disk_counters(store: SegmentStore) -> dict[str, int]:
+    """What has gone over the medium since the store was opened, for metrics."""
+    stats, endurance = store.stats(), store.endurance()
+    return {
+        "disk_written_bytes": stats.written_bytes,
+        "disk_read_bytes": stats.read_bytes,
+        "disk_corrupt_parts": stats.parts_corrupt,
+        "disk_over_budget_bytes": endurance.refused_bytes,
+    }
