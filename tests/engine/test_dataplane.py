@@ -354,6 +354,32 @@ def test_a_reset_drops_what_is_on_disk_and_answers_behind_earlier_jobs(rig: Rig)
     assert rig.results[rig.load([rig.place(0, 9, Source.DISK)], [32])].ok
 
 
+def test_a_fence_waits_for_reads_of_loads_that_have_ended(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", deadline_s=0.05)
+    rig.fill(2)
+    rig.disk.stall()
+    assert rig.failure(rig.load([rig.place(0, 8, Source.DISK)], [30])).held
+    rig.plane.act([ResetTier(1, 77)])
+    rig.until(lambda: rig.disk.generation == 1)
+    # What follows the fence in each queue has ended, so the fence was seen there.
+    for _ in range(3):
+        assert rig.store([rig.place(5, 5)], [5]).ok
+        rig.load([rig.place(5, 5)], [31])
+    assert FenceDone(77) not in rig.outcomes, "the read in flight still writes into its slot"
+    rig.disk.resume()
+    rig.until(lambda: FenceDone(77) in rig.outcomes)
+    rig.plane.close(WAIT_S)
+
+
+def test_a_part_copied_behind_a_reset_that_was_asked_for_before_it_is_of_the_old_generation(rig: Rig) -> None:
+    rig.plane._store_copy.acquire()
+    rig.plane.submit_store(500, [rig.place(0, 0)], rig.piece(1, [0]))
+    rig.plane.act([ResetTier(1, 77)])
+    rig.plane._store_copy.release()
+    rig.until(lambda: 500 in rig.results)
+    assert rig.failure(rig.load([rig.place(0, 0)], [30])).lost == {b"key0": "RecordGenerationError"}
+
+
 def test_deleted_parts_are_missing(rig: Rig) -> None:
     rig.fill(2)
     rig.plane.act([DeleteParts([b"key0"])])
