@@ -1,5 +1,6 @@
 """The data plane on a real segment store and a cache of plain memory: good ends, and every bad one."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -336,6 +337,34 @@ def test_wait_gives_up_at_its_deadline_and_then_nothing_is_copied(rig: Rig) -> N
     assert "given up" in rig.failure(job).reason
     assert (rig.cache == before).all()
     assert rig.plane.wait({job, 999}, 0.0)
+
+
+@pytest.mark.parametrize("direction", ["to_arena", "to_engine"])
+def test_wait_does_not_return_while_a_copy_of_a_job_given_up_is_running(rig: Rig, direction: str) -> None:
+    rig.fill(1)
+    inside, go = threading.Event(), threading.Event()
+    copy = getattr(rig.copier, direction)
+
+    def slow(ranges: Ranges, after: object) -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+        copy(ranges, after)
+
+    setattr(rig.copier, direction, slow)
+    if direction == "to_arena":
+        job = 500
+        rig.plane.submit_store(job, [rig.place(5, 5)], rig.piece(1, [5]))
+    else:
+        job = rig.load([rig.place(0, 0)], [30], wait=False)
+    assert inside.wait(WAIT_S)
+    waiter = threading.Thread(target=rig.plane.wait, args=({job}, 0.0))
+    waiter.start()
+    waiter.join(0.1)
+    assert waiter.is_alive(), "the engine would use blocks again that are being copied"
+    go.set()
+    waiter.join(WAIT_S)
+    assert not waiter.is_alive()
+    rig.until(lambda: job in rig.results)
 
 
 def test_a_reset_drops_what_is_on_disk_and_answers_behind_earlier_jobs(rig: Rig) -> None:
