@@ -14,7 +14,7 @@ from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, JobResult
 from kvtier.engine.layout import GroupLayout, Piece, Ranges, Region
 from kvtier.memory.arena import Arena
-from kvtier.record.envelope import slot_bytes
+from kvtier.record.envelope import Identity, open_slot, seal_slot, slot_bytes
 from kvtier.store.moves import (
     NO_SLOT,
     DeleteParts,
@@ -60,7 +60,14 @@ class Rig:
     """One rank: a cache of LAYERS tensors of BLOCKS pages, an arena, a disk, and the plane between them."""
 
     def __init__(
-        self, path: Path, *, slots: int = 16, staging: int = 2, per_chunk: int = 1, deadline_s: float = 15.0
+        self,
+        path: Path,
+        *,
+        slots: int = 16,
+        staging: int = 2,
+        per_chunk: int = 1,
+        deadline_s: float = 15.0,
+        rank: int = 0,
     ) -> None:
         path.mkdir(exist_ok=True)
         self.cache = np.random.default_rng(1).integers(0, 255, (LAYERS, BLOCKS, PAGE), dtype=np.uint8)
@@ -76,6 +83,7 @@ class Rig:
             self.copier,
             self.disk,
             namespace=NAMESPACE,
+            rank=rank,
             slots_bytes=slots * self.slot,
             load_deadline_s=deadline_s,
         )
@@ -221,6 +229,16 @@ def test_a_read_that_fails_names_its_key_and_reason(rig: Rig, failure: PartFailu
     job = rig.load([rig.place(n, 8 + n, Source.DISK) for n in range(3)], [30, 31, 32])
     (lost,) = rig.failure(job).lost.values()
     assert lost.startswith(reason)
+
+
+def test_a_part_of_another_rank_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", rank=1)
+    rig.fill(1)
+    slot = rig.arena.view(0, rig.slot)
+    open_slot(slot, Identity(NAMESPACE, b"key0", 0, 0, 1), rig.layout.payload_bytes)
+    seal_slot(slot, Identity(NAMESPACE, b"key0", 0, 0, 0), rig.layout.payload_bytes)
+    assert rig.failure(rig.load([rig.place(0, 0)], [30])).lost == {b"key0": "RecordPartError"}
+    rig.plane.close(WAIT_S)
 
 
 def test_a_key_that_is_gone_is_missing(rig: Rig) -> None:
