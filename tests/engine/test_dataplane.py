@@ -1,5 +1,6 @@
 """The data plane on a real segment store and a cache of plain memory: good ends, and every bad one."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, JobResult
 from kvtier.engine.layout import GroupLayout, Piece, Ranges, Region
 from kvtier.memory.arena import Arena
-from kvtier.record.envelope import slot_bytes
+from kvtier.record.envelope import Identity, open_slot, seal_slot, slot_bytes
 from kvtier.store.moves import (
     NO_SLOT,
     DeleteParts,
@@ -59,7 +60,14 @@ class Rig:
     """One rank: a cache of LAYERS tensors of BLOCKS pages, an arena, a disk, and the plane between them."""
 
     def __init__(
-        self, path: Path, *, slots: int = 16, staging: int = 2, per_chunk: int = 1, deadline_s: float = 15.0
+        self,
+        path: Path,
+        *,
+        slots: int = 16,
+        staging: int = 2,
+        per_chunk: int = 1,
+        deadline_s: float = 15.0,
+        rank: int = 0,
     ) -> None:
         path.mkdir(exist_ok=True)
         self.cache = np.random.default_rng(1).integers(0, 255, (LAYERS, BLOCKS, PAGE), dtype=np.uint8)
@@ -75,6 +83,7 @@ class Rig:
             self.copier,
             self.disk,
             namespace=NAMESPACE,
+            rank=rank,
             slots_bytes=slots * self.slot,
             load_deadline_s=deadline_s,
         )
@@ -222,6 +231,16 @@ def test_a_read_that_fails_names_its_key_and_reason(rig: Rig, failure: PartFailu
     assert lost.startswith(reason)
 
 
+def test_a_part_of_another_rank_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", rank=1)
+    rig.fill(1)
+    slot = rig.arena.view(0, rig.slot)
+    open_slot(slot, Identity(NAMESPACE, b"key0", 0, 0, 1), rig.layout.payload_bytes)
+    seal_slot(slot, Identity(NAMESPACE, b"key0", 0, 0, 0), rig.layout.payload_bytes)
+    assert rig.failure(rig.load([rig.place(0, 0)], [30])).lost == {b"key0": "RecordPartError"}
+    rig.plane.close(WAIT_S)
+
+
 def test_a_key_that_is_gone_is_missing(rig: Rig) -> None:
     job = rig.load([rig.place(0, 0, Source.DISK), rig.place(1, 0, Source.MISSING)], [30, 31])
     assert rig.failure(job).lost == {b"key1": "missing"}
@@ -338,6 +357,34 @@ def test_wait_gives_up_at_its_deadline_and_then_nothing_is_copied(rig: Rig) -> N
     assert rig.plane.wait({job, 999}, 0.0)
 
 
+@pytest.mark.parametrize("direction", ["to_arena", "to_engine"])
+def test_wait_does_not_return_while_a_copy_of_a_job_given_up_is_running(rig: Rig, direction: str) -> None:
+    rig.fill(1)
+    inside, go = threading.Event(), threading.Event()
+    copy = getattr(rig.copier, direction)
+
+    def slow(ranges: Ranges, after: object) -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+        copy(ranges, after)
+
+    setattr(rig.copier, direction, slow)
+    if direction == "to_arena":
+        job = 500
+        rig.plane.submit_store(job, [rig.place(5, 5)], rig.piece(1, [5]))
+    else:
+        job = rig.load([rig.place(0, 0)], [30], wait=False)
+    assert inside.wait(WAIT_S)
+    waiter = threading.Thread(target=rig.plane.wait, args=({job}, 0.0))
+    waiter.start()
+    waiter.join(0.1)
+    assert waiter.is_alive(), "the engine would use blocks again that are being copied"
+    go.set()
+    waiter.join(WAIT_S)
+    assert not waiter.is_alive()
+    rig.until(lambda: job in rig.results)
+
+
 def test_a_reset_drops_what_is_on_disk_and_answers_behind_earlier_jobs(rig: Rig) -> None:
     rig.fill(2)
     rig.disk.stall()
@@ -352,6 +399,32 @@ def test_a_reset_drops_what_is_on_disk_and_answers_behind_earlier_jobs(rig: Rig)
     # What is stored now carries the new generation, and loads ask for it.
     rig.fill(1)
     assert rig.results[rig.load([rig.place(0, 9, Source.DISK)], [32])].ok
+
+
+def test_a_fence_waits_for_reads_of_loads_that_have_ended(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", deadline_s=0.05)
+    rig.fill(2)
+    rig.disk.stall()
+    assert rig.failure(rig.load([rig.place(0, 8, Source.DISK)], [30])).held
+    rig.plane.act([ResetTier(1, 77)])
+    rig.until(lambda: rig.disk.generation == 1)
+    # What follows the fence in each queue has ended, so the fence was seen there.
+    for _ in range(3):
+        assert rig.store([rig.place(5, 5)], [5]).ok
+        rig.load([rig.place(5, 5)], [31])
+    assert FenceDone(77) not in rig.outcomes, "the read in flight still writes into its slot"
+    rig.disk.resume()
+    rig.until(lambda: FenceDone(77) in rig.outcomes)
+    rig.plane.close(WAIT_S)
+
+
+def test_a_part_copied_behind_a_reset_that_was_asked_for_before_it_is_of_the_old_generation(rig: Rig) -> None:
+    rig.plane._store_copy.acquire()
+    rig.plane.submit_store(500, [rig.place(0, 0)], rig.piece(1, [0]))
+    rig.plane.act([ResetTier(1, 77)])
+    rig.plane._store_copy.release()
+    rig.until(lambda: 500 in rig.results)
+    assert rig.failure(rig.load([rig.place(0, 0)], [30])).lost == {b"key0": "RecordGenerationError"}
 
 
 def test_deleted_parts_are_missing(rig: Rig) -> None:

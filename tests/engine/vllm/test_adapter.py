@@ -130,6 +130,24 @@ def test_a_failed_load_is_not_offered_to_its_request_again() -> None:
     assert manager.leading_run(wanted, ctx) == (1, False)
 
 
+def test_nothing_is_kept_of_a_request_aborted_during_a_load_that_failed() -> None:
+    manager, ctx = make_manager(), context()
+    manager.on_new_request(ctx)
+    wanted = keys(2)
+    store(manager, wanted, ctx)
+    assert manager.leading_run(wanted, ctx) == (2, False)
+    manager.prepare_store(keys(1, group=5), ctx)
+    assert manager.lookup(keys(1, group=5)[0], ctx) is LookupResult.HIT_PENDING
+    spec = manager.prepare_load(wanted, ctx)
+    assert isinstance(spec, PartsSpec)
+    manager.on_request_finished(ctx)
+    manager.apply([LoadFailed(spec.load_id, {}, "deadline")])
+    manager.complete_load(wanted, ctx)
+    assert manager.take_declined() == []
+    kept = (manager._live, manager._declined, manager._waiting_since_s, manager._last_stored)
+    assert not any(kept), kept
+
+
 def test_only_what_every_rank_has_counts_at_start() -> None:
     a, b, c = keys(3)
     manager = make_manager(
