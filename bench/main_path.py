@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier import __version__
-from kvtier.testing.vllm.driver import Answer
+from kvtier.testing.vllm.driver import ENVIRONMENT, Answer
 from kvtier.testing.vllm.process import EngineProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -161,6 +161,7 @@ def conditions(facts: Mapping[str, Any], directory: Path, load_before: tuple[flo
         "cpu": cpu[0] if cpu else platform.machine(),
         "cores": os.cpu_count(),
         "engine_threads": facts["threads"],
+        "environment": ENVIRONMENT,
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),
         "block_tokens": facts["block_tokens"],

@@ -279,7 +279,7 @@ def table_of(measured: Measured) -> Table:
     row("DRAM", measured.dram, measured.cold, f"{measured.dram_load_bytes / MIB:.0f} MiB in", "bold")
     table.add_section()
     row("2nd prompt", measured.half_cold, measured.half_cold, "")
-    row("2nd, half from DRAM", measured.half, measured.half_cold, f"{measured.half_load_bytes / MIB:.0f} MiB in")
+    row("2nd, half restored", measured.half, measured.half_cold, f"{measured.half_load_bytes / MIB:.0f} MiB in")
     return table
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvtier.testing.vllm.driver import Answer, Engine
+from kvtier.testing.vllm.driver import ENVIRONMENT, Answer, Engine
 
 PR_SET_PDEATHSIG = 1
 TAIL_CHARACTERS = 4_000
@@ -58,7 +58,7 @@ class EngineProcess:
                 stderr=output,
                 pass_fds=(write_end,),
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         os.close(write_end)
         self._answers = os.fdopen(read_end, "r")
