@@ -11,6 +11,7 @@ from kvtier.policy.advice import ReuseCurve
 from kvtier.simulate.media import Engines, Medium, RecomputeCurve, Spread
 from kvtier.simulate.run import Machine, Simulation, simulate
 from kvtier.simulate.trace import Trace, TraceRequest
+from kvtier.store import tiered
 
 DATA = Path(__file__).parents[1] / "data"
 BLOCK = 512 * 131_072
@@ -85,14 +86,15 @@ def test_a_slow_disk_is_felt() -> None:
     assert slow.ttft.mean_s > 2 * fast.ttft.mean_s
 
 
-def test_memory_does_not_grow_with_the_trace() -> None:
+def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "_REUSE_SAMPLES_MAX", 100)  # as full after 500 requests as it gets
+
     def held(count: int) -> int:
         tracemalloc.start()
         simulation = Simulation(Machine(40 * BLOCK, 80 * BLOCK), "lru", 512, engines=4)
-        simulation.curve = ReuseCurve(200)
+        simulation.curve = ReuseCurve(100)
         requests = (TraceRequest(at * 1.0, [4 * at + block for block in range(4)], 2048, 50) for at in range(count))
         simulation.run(requests)
-        simulation.curve = ReuseCurve(1)  # bounded too, as its own test shows, but it breathes
         gc.collect()
         size = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
