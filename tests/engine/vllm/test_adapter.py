@@ -36,6 +36,7 @@ from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.store.moves import DeleteParts, LoadFailed, PartPlace, WriteDone, WriteParts
 from kvtier.testing.part_store import pattern, write_parts
 from kvtier.tier.disk.segment_store import SegmentStore
+from kvtier.tier.disk.threads import ThreadIO
 
 pytestmark = pytest.mark.engine
 SLOT = 8192
@@ -240,7 +241,7 @@ def test_every_metric_reported_is_declared_and_only_changes_are() -> None:
 
 
 def test_what_goes_over_the_disk_is_reported_once_and_declared(tmp_path: Path) -> None:
-    disk = SegmentStore(tmp_path, namespace=b"n" * 16, capacity_bytes=1 << 20)
+    disk = SegmentStore(tmp_path, namespace=b"n" * 16, capacity_bytes=1 << 20, io=ThreadIO())
     worker = KVTierWorker(SimpleNamespace(), 1, disk, wait_deadline_s=1, close_deadline_s=1)  # type: ignore[arg-type]
     assert set(write_parts(disk, {b"k" * 32: pattern(1, SLOT)}).values()) == {None}
     stats = worker.take_stats()
