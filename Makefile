@@ -33,9 +33,9 @@ test: $(VENV)/.stamp-vllm
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --ignore=tests/engine/vllm tests
+	$(BIN)/pytest -n 2 --ignore=tests/engine/real tests
 # By itself: its process forks for each engine, and must not have run threads or parallel loops before.
-	$(BIN)/pytest tests/engine/vllm
+	$(BIN)/pytest tests/engine/real
 
 demo: $(VENV)/.stamp-vllm
 	$(BIN)/python examples/demo.py

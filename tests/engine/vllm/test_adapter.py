@@ -266,7 +266,11 @@ def vllm_config(**changes: Any) -> Any:
         kv_role=changes.pop("role", "kv_both"),
         kv_load_failure_policy="fail",
     )
-    cache = SimpleNamespace(prefix_caching_hash_algo=changes.pop("algorithm", "sha256"), enable_prefix_caching=True)
+    cache = SimpleNamespace(
+        prefix_caching_hash_algo=changes.pop("algorithm", "sha256"),
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=0,
+    )
     return SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
 
 
@@ -294,7 +298,7 @@ def test_what_would_give_no_hits_is_said(
         monkeypatch.setenv("PYTHONHASHSEED", seed)
     config = vllm_config(algorithm=algorithm)
     with caplog.at_level(logging.WARNING):
-        startup.adjust_engine(config)
+        startup.adjust_engine(config, SimpleNamespace(kv_cache_groups=[]))
     assert bool([r for r in caplog.records if "nothing on disk will ever be found" in r.getMessage()]) == warned
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert config.cache_config.prefix_caching_hash_algo == ("sha256_cbor" if algorithm == "sha256" else algorithm)

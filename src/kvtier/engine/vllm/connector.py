@@ -48,7 +48,7 @@ class KVTierConnector(OffloadingConnector):
         show_log()
         settings = read_settings(vllm_config)
         check_engine(vllm_config, kv_cache_config, settings.config)
-        adjust_engine(vllm_config)
+        adjust_engine(vllm_config, kv_cache_config)
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = False
         self._spec = KVTierSpec(offloading, vllm_config, kv_cache_config, settings.config)

@@ -95,7 +95,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config
                 )
 
 
-def adjust_engine(vllm_config: VllmConfig) -> None:
+def adjust_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Set in vLLM what kvtier needs, and say aloud what would silently give no hits."""
     assert vllm_config.kv_transfer_config is not None
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -118,6 +118,14 @@ def adjust_engine(vllm_config: VllmConfig) -> None:
     if os.environ.get("PYTHONHASHSEED") == "random":
         logger.warning(
             "kvtier: PYTHONHASHSEED is 'random', which vLLM takes as a fixed seed of that text: hits work, but set a number"
+        )
+    kinds = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    windowed = any(isinstance(spec, (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)) for spec in kinds)
+    if windowed and cache.prefix_cache_retention_interval == 0:
+        logger.warning(
+            "kvtier: prefix_cache_retention_interval is 0, and this model has windows or recurrent states: vLLM keeps those at the end of "
+            "prompts alone, so that a prefix which other prompts share in part is found from its second sharing on. A multiple of "
+            "the block size keeps more of them"
         )
     if not cache.enable_prefix_caching:
         logger.warning(

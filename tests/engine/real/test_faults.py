@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.vllm.cases import (
+from tests.engine.real.cases import (
     CASES,
     LLAMA,
     LOGPROBS,
@@ -23,7 +23,7 @@ from tests.engine.vllm.cases import (
     kvtier_settings,
     text,
 )
-from tests.engine.vllm.conftest import Fork
+from tests.engine.real.conftest import Fork
 
 from kvtier.errors import StoreUnavailableError
 from kvtier.testing import forks

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.vllm.cases import LLAMA, LOGPROBS, ask_crowd, assert_same, counters_of, external, kvtier_settings
-from tests.engine.vllm.conftest import Fork
+from tests.engine.real.cases import LLAMA, LOGPROBS, ask_crowd, assert_same, counters_of, external, kvtier_settings
+from tests.engine.real.conftest import Fork
 
 from kvtier.testing import forks
 from kvtier.testing.vllm.driver import Answer, Engine, fork_processes

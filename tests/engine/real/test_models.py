@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.engine.vllm.cases import (
+from tests.engine.real.cases import (
     CASES,
     LOGPROBS,
     Case,
@@ -22,7 +22,7 @@ from tests.engine.vllm.cases import (
     kvtier_settings,
     text,
 )
-from tests.engine.vllm.conftest import Fork
+from tests.engine.real.conftest import Fork
 
 from kvtier.testing.vllm.driver import Answer, Engine
 
