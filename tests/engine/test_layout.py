@@ -37,6 +37,19 @@ def _cases(draw: st.DrawFn) -> tuple[GroupLayout, Piece, list[int], list[bool]]:
     return GroupLayout(regions, per_chunk), piece, slots, wanted
 
 
+def test_a_large_load_is_split_and_whole() -> None:
+    count, size = 37, 200_000
+    arena = np.random.default_rng(3).integers(0, 255, count * size, dtype=np.uint8)
+    cache = np.zeros(count * size, dtype=np.uint8)
+    starts = np.arange(count, dtype=np.int64) * size
+    copier = copying.MemoryCopyEngine()
+    copier.to_engine(
+        Ranges(cache.ctypes.data + starts[::-1], arena.ctypes.data + starts, np.full(count, size, dtype=np.int64)), None
+    )
+    assert (cache.reshape(count, size) == arena.reshape(count, size)[::-1]).all()
+    copier.close()
+
+
 @given(_cases())
 def test_ranges_are_those_of_a_plain_loop(case: tuple[GroupLayout, Piece, list[int], list[bool]]) -> None:
     layout, piece, slots, wanted = case
