@@ -20,9 +20,9 @@ from kvtier.testing.vllm.driver import Engine, import_vllm
 ROOT = Path(__file__).parents[1]
 REQUESTS = 2000
 BATCH = 20
-PROMPT_TOKENS = 400
-DRAM_BYTES = 640 << 20
-DISK_BYTES = 96 << 20
+PROMPT_TOKENS = 600
+DRAM_BYTES = 1 << 30
+DISK_BYTES = 256 << 20
 
 
 def resident_bytes() -> int:
