@@ -53,9 +53,15 @@ from kvtier.tier.disk.base import Lane, PartDone, PartFailure, PartRead, PartSto
 
 logger = logging.getLogger(__name__)
 
-STAGING_SLOTS_MIN = 2
-STAGING_SLOTS_MAX = 8
+_STAGING_SLOTS_MIN = 2
+_STAGING_SLOTS_MAX = 8
 _COPY_PARTS_MAX = 8
+
+
+def staging_bytes_of(arena_bytes: int, sizes: Sequence[int]) -> int:
+    """How much of an arena above a disk is kept for reads that get no slot: a few of the largest slots."""
+    largest = max(sizes)
+    return max(_STAGING_SLOTS_MIN, min(_STAGING_SLOTS_MAX, arena_bytes // 16 // largest)) * largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
-from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane
+from kvtier.engine.dataplane import DataPlane, staging_bytes_of
 from kvtier.engine.layout import GroupLayout, Piece, Region
 from kvtier.engine.opening import open_disk, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
@@ -57,10 +57,10 @@ class Cache:
         slot = slot_bytes(part_bytes)
         arena_bytes = config.dram_bytes // PAGE_BYTES * PAGE_BYTES
         has_disk = disk is not None or config.disk_path is not None
-        staging = max(STAGING_SLOTS_MIN, min(STAGING_SLOTS_MAX, arena_bytes // 16 // slot)) if has_disk else 0
-        if arena_bytes < (staging + 2) * slot:
+        staging_bytes = staging_bytes_of(arena_bytes, [slot]) if has_disk else 0
+        if arena_bytes < staging_bytes + 2 * slot:
             raise ConfigError(
-                f"dram_bytes is {config.dram_bytes:,}: parts take {slot:,} bytes, give at least {(staging + 2) * slot:,}"
+                f"dram_bytes is {config.dram_bytes:,}: parts take {slot:,} bytes, give at least {staging_bytes + 2 * slot:,}"
             )
         require_memory(arena_bytes, "dram_bytes", available_memory_bytes())
         arena = Arena(arena_bytes)
@@ -74,7 +74,7 @@ class Cache:
             MemoryCopyEngine(),
             disk,
             namespace=space.id,
-            slots_bytes=arena_bytes - staging * slot,
+            slots_bytes=arena_bytes - staging_bytes,
             verify=config.verify_checksums,
             load_deadline_s=config.load_deadline_s,
         )

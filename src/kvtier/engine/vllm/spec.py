@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
-from kvtier.engine.dataplane import STAGING_SLOTS_MAX, STAGING_SLOTS_MIN, DataPlane
+from kvtier.engine.dataplane import DataPlane, staging_bytes_of
 from kvtier.engine.opening import open_disk
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
@@ -88,10 +88,7 @@ class KVTierSpec(OffloadingSpec):
             self.vllm_config, self.kv_cache_config, self.config, self.kv_caches, settings.namespace_label
         )
         rank_bytes = settings.dram_bytes // parallel.world_size // PAGE_BYTES * PAGE_BYTES
-        staging_bytes = 0
-        if settings.disk_path is not None:
-            wanted = max(STAGING_SLOTS_MIN, min(STAGING_SLOTS_MAX, rank_bytes // 16 // max(sizes)))
-            staging_bytes = wanted * max(sizes)
+        staging_bytes = staging_bytes_of(rank_bytes, sizes) if settings.disk_path is not None else 0
         least_bytes = staging_bytes + 2 * sum(sizes)
         if rank_bytes < least_bytes:
             raise ConfigError(

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -18,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvtier.config import Config, load_config
+from kvtier.config import Config, Loaded, load_config
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -52,15 +51,7 @@ def let_vllm_scan_llvmlite() -> None:
         ffi.lib._fntab.setdefault("__dict__", {})
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """kvtier's configuration and where each value came from."""
-
-    config: Config
-    sources: Mapping[str, str]
-
-
-def read_settings(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Settings:
+def read_settings(vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ) -> Loaded:
     """kvtier's settings out of vLLM's configuration and the environment. Raises ConfigError."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
@@ -75,8 +66,7 @@ def read_settings(vllm_config: VllmConfig, environ: Mapping[str, str] = os.envir
         raise ConfigError("canonical_layout is true: kvtier stores pages as the engine lays them out; leave it away")
     if transfer.kv_role != "kv_both":
         raise ConfigError(f'kv_role is {transfer.kv_role!r}: kvtier both stores and loads, set "kv_role": "kv_both"')
-    loaded = load_config(extra, environ=environ)
-    return Settings(loaded.config, loaded.sources)
+    return load_config(extra, environ=environ)
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
