@@ -1,18 +1,19 @@
 """The hazard model: the index against brute force, and that it learns and forgets."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.policy.returns import BUCKETS, EDGES_S, ReturnModel, gittins
+from kvtier.policy.returns import BATCH, BUCKETS, EDGES_S, ReturnModel, gittins
 
 WIDTHS = [after - before for before, after in zip(EDGES_S, (*EDGES_S[1:], 2 * EDGES_S[-1]), strict=True)]
 
 
 @settings(max_examples=50)
-@given(st.lists(st.floats(0, 0.9), min_size=BUCKETS, max_size=BUCKETS))
+@given(st.lists(st.floats(0, 1), min_size=BUCKETS, max_size=BUCKETS))
 def test_index_is_the_best_over_all_stopping_times(hazards: list[float]) -> None:
-    index = gittins(hazards)
+    index = gittins(np.tile(hazards, (BUCKETS, 1)), range(BUCKETS))
     for start in range(BUCKETS):
         alive, gain, held_s, best = 1.0, 0.0, 0.0, 0.0
         for bucket in range(start, BUCKETS):
@@ -28,9 +29,14 @@ def test_edges_rise() -> None:
     assert EDGES_S[0] == 0 and EDGES_S[-1] >= 40_000
 
 
+def indexes(model: ReturnModel, feature: int) -> list[float]:
+    """The index in each bucket of what has `feature`."""
+    return gittins(np.tile(model.hazards([(feature,)]), (BUCKETS, 1)), range(BUCKETS))
+
+
 def test_untaught_it_ranks_by_recency() -> None:
-    index = ReturnModel((2,)).index((0,))
-    assert list(index) == sorted(index, reverse=True)
+    index = indexes(ReturnModel((2,)), 0)
+    assert index == sorted(index, reverse=True)
 
 
 def teach(model: ReturnModel, returns_in: int | None, feature: int, times: int) -> None:
@@ -47,11 +53,11 @@ def test_it_learns_who_returns_and_when() -> None:
     for _ in range(150):
         teach(model, 12, 0, 1)
         teach(model, None, 1, 1)
-    returning, silent = model.hazards((0,)), model.hazards((1,))
+    returning, silent = model.hazards([(0,), (1,)])
     assert returning[12] > 0.5 > 0.05 > returning[5]
     assert silent[12] < 0.2
-    index = model.index((0,))
-    assert index[12] > index[0] > model.index((1,))[0], "the index rises towards the usual time of return"
+    index = indexes(model, 0)
+    assert index[12] > index[0] > indexes(model, 1)[0], "the index rises towards the usual time of return"
 
 
 def test_it_follows_a_change() -> None:
@@ -62,4 +68,12 @@ def test_it_follows_a_change() -> None:
     for _ in range(300):
         teach(model, None, 0, 1)
         teach(model, 12, 1, 1)
-    assert model.index((1,))[0] > model.index((0,))[0]
+    assert indexes(model, 1)[0] > indexes(model, 0)[0]
+
+
+def test_it_changes_only_when_it_says_so() -> None:
+    model = ReturnModel((2,))
+    for _ in range(5 * BATCH):
+        before, changes = model.hazards([(0,)]), model.learns_next
+        model.learn((0,), 3, True, 1.0)
+        assert (model.hazards([(0,)]) != before).any() == changes

@@ -6,7 +6,8 @@ import pytest
 
 from kvtier.policy.base import Key, RecordInfo, RequestInfo
 from kvtier.policy.registry import make_policy, policy_names
-from kvtier.policy.reuse import ReusePolicy
+from kvtier.policy.returns import BUCKETS
+from kvtier.policy.reuse import STEPS_MAX, ReusePolicy
 from kvtier.simulate.replay import replay, replay_min
 from kvtier.simulate.trace import Trace
 
@@ -141,6 +142,26 @@ def test_the_same_records_for_ever_take_no_more_memory() -> None:
     assert sum(map(len, policy._by_age)) <= 10
     assert len(policy._oldest) <= 10
     assert len(policy._heap) <= 2000
+
+
+def test_a_night_without_requests_is_made_up_for_in_steps() -> None:
+    policy = ReusePolicy(5000)
+    for at in range(2000):
+        ask(policy, chr(0x4E00 + at), 0.0)
+    taught = 0
+    lessons: list[int] = []
+    learn = policy.model.learn
+
+    def counted(*example: object) -> None:
+        lessons.append(1)
+        learn(*example)  # type: ignore[arg-type]
+
+    policy.model.learn = counted  # type: ignore[assignment, method-assign]
+    for call in range(100):
+        policy.finished((), 0, 80_000.0 + call)
+        assert len(lessons) - taught <= STEPS_MAX
+        taught = len(lessons)
+    assert taught == 2000 * (BUCKETS - 1), "every age that each lived through taught"
 
 
 # Hit rates that must be reached, and those of the best other policy, libCacheSim's 18 included.

@@ -67,24 +67,31 @@ def run(args: argparse.Namespace) -> int:
     capacities = _capacities(args)
     machine = _machine(args)
     results: list[dict[str, Any]] = []
+    names: set[str] = set()
     tables: dict[str, tuple[list[ReplayResult], ReplayResult]] = {}
     runs: dict[str, list[tuple[RunResult, ReuseCurve]]] = {}
     for path in args.traces:
         trace = _trace(path, args)
-        name = trace.name if trace.name not in tables | runs else str(path)
+        name = trace.name if trace.name not in names else str(path)
+        names.add(name)
         if capacities:
-            with _Progress(trace, f"{name} infinite", args.quiet):
-                infinite = replay_infinite(trace)
-            _say_skipped(trace)
+            # It holds every distinct block of the trace, so that it runs only where somebody will look at it.
+            infinite = None
+            if "infinite" in policies or args.report is not None:
+                with _Progress(trace, f"{name} infinite", args.quiet):
+                    infinite = replay_infinite(trace)
             rows: list[ReplayResult] = []
             for policy in policies:
                 for capacity in capacities if policy != "infinite" else (0,):
                     with _Progress(trace, f"{name} {policy} {capacity or ''}", args.quiet):
                         row = infinite if policy == "infinite" else replay_named(trace, policy, capacity)
+                    assert row is not None
                     results.append(_row(name, row))
                     rows.append(row)
                     print(f"{name:<24} {policy:<9} {capacity:>9,} {row.hit_rate:.4f} {row.seconds:7.1f} s", flush=True)
-            tables[name] = ([row for row in rows if row.policy != "infinite"], infinite)
+            _say_skipped(trace)
+            if infinite is not None:
+                tables[name] = ([row for row in rows if row.policy != "infinite"], infinite)
         if machine is not None:
             for policy in policies:
                 if policy in ("min", "infinite"):

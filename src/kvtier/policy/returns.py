@@ -16,10 +16,11 @@ bucket). A prefix in the gap before its usual return so has a higher index than 
 """
 
 import math
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
+
+Hazards = np.ndarray[tuple[int, int], np.dtype[np.floating]]
 
 BATCH = 64
 RATE = 0.1
@@ -45,33 +46,29 @@ def age_edges() -> tuple[float, ...]:
 
 EDGES_S = age_edges()
 BUCKETS = len(EDGES_S)
-_WIDTHS = tuple(after - before for before, after in zip(EDGES_S, (*EDGES_S[1:], 2 * EDGES_S[-1]), strict=True))
+_WIDTHS = np.diff((*EDGES_S, 2 * EDGES_S[-1]))
+_BUCKET_NUMBERS = np.arange(BUCKETS)
 _CLASS_STARTS = (16, 64, 256, 1024)
 _CLASS = tuple(sum(edge >= start for start in _CLASS_STARTS) for edge in EDGES_S)
 _CLASSES = len(_CLASS_STARTS) + 1
 
 
-def gittins(hazards: Sequence[float]) -> array:  # type: ignore[type-arg]
-    """Index at the start of each bucket: the best ratio of the chance to return to the seconds held until then.
+def gittins(hazards: Hazards, buckets: Sequence[int]) -> list[float]:
+    """For each row, the index at the start of its bucket: the best ratio, over all ends, of the chance to return to the seconds held.
 
-    From the last bucket back, a bucket takes in what follows as long as that raises its ratio.
+    Args:
+        hazards: chance of return by row and age bucket.
+        buckets: the bucket that each row has reached.
     """
-    index = array("f", bytes(4 * BUCKETS))
-    merged: list[tuple[float, float, float, float]] = []
-    for bucket in range(BUCKETS - 1, -1, -1):
-        gain = hazards[bucket]
-        held_s = _WIDTHS[bucket] * (1 - gain / 2)
-        left = 1 - gain
-        ratio = gain / held_s
-        while merged and merged[-1][0] > ratio:
-            _, next_gain, next_held_s, next_left = merged.pop()
-            gain += left * next_gain
-            held_s += left * next_held_s
-            left *= next_left
-            ratio = gain / held_s
-        merged.append((ratio, gain, held_s, left))
-        index[bucket] = ratio
-    return index
+    ahead = np.array(buckets)[:, None] <= _BUCKET_NUMBERS
+    chances = np.where(ahead, hazards, 0.0)
+    left = np.cumprod(1 - chances, axis=1)
+    before = np.ones_like(left)
+    before[:, 1:] = left[:, :-1]
+    held_s = np.cumsum(np.where(ahead, before * _WIDTHS * (1 - chances / 2), 0.0), axis=1)
+    ratios = (1 - left) / np.where(ahead, held_s, np.inf)
+    best: list[float] = ratios.max(axis=1).tolist()
+    return best
 
 
 class ReturnModel:
@@ -99,16 +96,17 @@ class ReturnModel:
         self._batch: list[tuple[tuple[int, ...], int, float, float]] = []
         self.examples = 0
 
-    def hazards(self, features: tuple[int, ...]) -> list[float]:
-        """Chance of return in each bucket, given that it was reached."""
-        by_class = self._weights[:, self._offsets + features].sum(axis=1)
-        logits = self._base + by_class[self._class_of] + by_class[_CLASSES]
-        hazards: list[float] = (1 / (1 + np.exp(-logits))).tolist()
+    def hazards(self, features: Sequence[tuple[int, ...]]) -> Hazards:
+        """For each, the chance of return in each bucket, given that it was reached."""
+        by_class = self._weights[:, np.array(features) + self._offsets].sum(axis=2)
+        logits = by_class.T[:, self._class_of] + self._base + by_class[_CLASSES][:, None]
+        hazards: Hazards = 1 / (1 + np.exp(-logits))
         return hazards
 
-    def index(self, features: tuple[int, ...]) -> array:  # type: ignore[type-arg]
-        """Expected returns per second of holding, by age bucket."""
-        return gittins(self.hazards(features))
+    @property
+    def learns_next(self) -> bool:
+        """Whether the next example completes a batch: then the model changes, and only then."""
+        return len(self._batch) == BATCH - 1
 
     def learn(self, features: tuple[int, ...], bucket: int, returned: bool, weight: float) -> None:
         """One example: it reached `bucket`, and came back in it or left it behind."""

@@ -31,7 +31,6 @@ not taken, and counted in `hints_refused`.
 """
 
 import math
-from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +38,10 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import ClassVar
 
+import numpy as np
+
 from kvtier.policy.base import EvictionPolicy, Key, RecordInfo, RequestInfo
-from kvtier.policy.returns import BUCKETS, EDGES_S, ReturnModel
+from kvtier.policy.returns import BUCKETS, EDGES_S, ReturnModel, gittins
 
 HISTORY_KEYS_MAX = 1 << 17
 TEMPLATE_BRANCHES = 3
@@ -50,8 +51,11 @@ SAME_USE_S = 60.0
 RETURNS_SOON_S = 30.0
 HINT_SHARE_MAX = 0.5
 ADVANCE_EVERY_S = 0.5
+STEPS_MAX = 8192
+"""Steps from one age bucket to the next taken at once; after an idle hour the rest is made up for in the calls that follow."""
+_ROWS_MAX = 1024
 REFRESH_AT = frozenset(bisect_left(EDGES_S, age_s) for age_s in (16, 64, 256, 1024, 4096, 16_384, 65_536))
-"""Age buckets in which a run's index is asked for anew: the model has learned since."""
+"""Age buckets in which a run's hazards are asked for anew: the model has learned since."""
 
 _NO_HOLD, _TTL, _PIN = range(3)
 _HELD_WORTH = 1e30
@@ -98,6 +102,7 @@ class _Run:
         "bucket",
         "cost_s",
         "features",
+        "hazards",
         "hold",
         "index",
         "known",
@@ -107,6 +112,7 @@ class _Run:
         "parent",
         "parked_at",
         "queued",
+        "ranked",
         "request",
         "resident",
         "serial",
@@ -128,7 +134,9 @@ class _Run:
         self.number = number
         self.touched_s = now_s
         self.features: tuple[int, ...] = ()
-        self.index: array[float] = array("f")
+        self.hazards = b""
+        self.index = 0.0
+        self.ranked = -1
         self.bucket = 0
         self.learning = True
         self.hold = _NO_HOLD
@@ -169,6 +177,7 @@ class ReusePolicy(EvictionPolicy):
         self._held_until: list[tuple[float, int]] = []
         self._held_bytes = 0
         self._usual_worth = 0.0
+        self._due: list[_Run] = []  # to be appraised before the model changes
         self._advance_at_s = float("-inf")
         self._numbers = count(1)
 
@@ -186,6 +195,7 @@ class ReusePolicy(EvictionPolicy):
         if last is None:
             return
         seen: _Run | None = None
+        runs: list[_Run] = []
         for key in keys:
             place = self._where.get(key)
             if place is None or place[0] is seen or place[0].request != last[0].request:
@@ -193,8 +203,10 @@ class ReusePolicy(EvictionPolicy):
             seen = run = place[0]
             answer = 2 * (1 + _octave(output_tokens, 1, 15)) + (run.turn > 0)
             run.features = (*run.features[:_ANSWER_FIELD], answer, *run.features[_ANSWER_FIELD + 1 :])
-            run.index = self.model.index(run.features)
-            self._queue(run)
+            self._due.append(run)
+            runs.append(run)
+        self._appraise()
+        self._rank(runs)
 
     def insert(self, key: Key, info: RecordInfo, now_s: float) -> None:
         self._advance(now_s)
@@ -211,7 +223,8 @@ class ReusePolicy(EvictionPolicy):
         if run.bucket < 0:  # it had nothing in the tier and nothing to teach, and was let alone
             run.bucket = bisect_right(EDGES_S, now_s - run.touched_s) - 1
             self._by_age[run.bucket][run] = None
-        self._join(run, record, at)
+        self._add(run, 1, record.size_bytes, record.cost_s)
+        run.top = max(run.top, at + 1)
         if run.parked_at >= 0:
             if at > run.parked_at:
                 self._unpark(run)
@@ -228,7 +241,7 @@ class ReusePolicy(EvictionPolicy):
     def remove(self, key: Key, now_s: float, *, evicted: bool) -> None:
         record = self._records.pop(key)
         run, _ = self._where[key]
-        self._leave(run, record)
+        self._add(run, -1, -record.size_bytes, -record.cost_s)
         self._settle(run)
         parent = record.parent
         if parent is not None:
@@ -251,7 +264,7 @@ class ReusePolicy(EvictionPolicy):
             return None
         run = place[0]
         bucket = run.bucket if run.bucket >= 0 else bisect_right(EDGES_S, now_s - run.touched_s) - 1
-        return run.index[bucket] * self._worth_of(run) + run.hold * _HELD_WORTH
+        return self._index_of(run, bucket) * self._worth_of(run) + run.hold * _HELD_WORTH
 
     def candidates(self, now_s: float, is_leased: Callable[[Key], bool], incoming: Key | None = None) -> Iterator[Key]:
         self._advance(now_s)
@@ -343,7 +356,9 @@ class ReusePolicy(EvictionPolicy):
             return
         run.serial += 1
         run.queued = True
-        heappush(self._heap, (run.hold, run.index[run.bucket] * self._worth_of(run), run.number, run.serial, run))
+        heappush(
+            self._heap, (run.hold, self._index_of(run, run.bucket) * self._worth_of(run), run.number, run.serial, run)
+        )
         if len(self._heap) > self._heap_max:
             self._heap[:] = [entry for entry in self._heap if entry[3] == entry[4].serial and entry[4].resident]
             heapify(self._heap)
@@ -364,20 +379,13 @@ class ReusePolicy(EvictionPolicy):
         if run.parked_at >= run.top:
             self._unpark(run)
 
-    def _join(self, run: _Run, record: _Record, at: int) -> None:
-        run.resident += 1
-        run.size_bytes += record.size_bytes
-        run.cost_s += record.cost_s
-        run.top = max(run.top, at + 1)
+    def _add(self, run: _Run, resident: int, size_bytes: int, cost_s: float) -> None:
+        """Count records that came into `run`, or left it."""
+        run.resident += resident
+        run.size_bytes += size_bytes
+        run.cost_s = run.cost_s + cost_s if run.resident else 0.0
         if run.hold:
-            self._held_bytes += record.size_bytes
-
-    def _leave(self, run: _Run, record: _Record) -> None:
-        run.resident -= 1
-        run.size_bytes -= record.size_bytes
-        run.cost_s = run.cost_s - record.cost_s if run.resident else 0.0
-        if run.hold:
-            self._held_bytes -= record.size_bytes
+            self._held_bytes += size_bytes
 
     # ---- learning
 
@@ -411,6 +419,7 @@ class ReusePolicy(EvictionPolicy):
 
         added = 2 * _octave(len(keys) - known, 2, 31) + (turn > 0)
         length = _octave(len(keys), 1, 15)
+        runs: list[_Run] = []
         for start, end_at, before in self._stretches(keys):
             stretch = keys[start:end_at]
             if before is not None and before.learning:
@@ -434,46 +443,79 @@ class ReusePolicy(EvictionPolicy):
                 1 + _octave(now_s - before.touched_s, 1, 16) if before else 0,
                 int(returns_soon),
             )
-            run.index = self.model.index(run.features)
             run.hold = hold
             if hold:
                 self._held.setdefault(number, []).append(run)
             self._move(stretch, before, run)
             self._by_age[0][run] = None
             self._oldest[run] = None
-            self._queue(run)
+            self._due.append(run)
+            runs.append(run)
+        self._appraise()
+        self._rank(runs)
         self._forget()
+
+    def _learn(self, run: _Run, *, returned: bool) -> None:
+        """One example: `run` came back at the age that it has reached, or left it behind."""
+        if self.model.learns_next:
+            self._appraise()
+        self.model.learn(run.features, run.bucket, returned, math.sqrt(len(run.members)))
+
+    def _appraise(self) -> None:
+        """Ask the model, as it is now, for the runs that are due."""
+        if self._due:
+            hazards = self.model.hazards([run.features for run in self._due]).astype(np.float32)
+            for run, row in zip(self._due, hazards, strict=True):
+                run.hazards = row.tobytes()
+                run.ranked = -1
+            self._due.clear()
+
+    def _rank(self, runs: Sequence[_Run]) -> None:
+        """Put `runs` where they belong in the order at the age that they have reached."""
+        for start in range(0, len(runs), _ROWS_MAX):
+            some = runs[start : start + _ROWS_MAX]
+            hazards = np.frombuffer(b"".join(run.hazards for run in some), np.float32).reshape(-1, BUCKETS)
+            for run, index in zip(some, gittins(hazards, [run.bucket for run in some]), strict=True):
+                run.index, run.ranked = index, run.bucket
+                self._queue(run)
+
+    def _index_of(self, run: _Run, bucket: int) -> float:
+        if run.ranked != bucket:
+            (run.index,) = gittins(np.frombuffer(run.hazards, np.float32)[None], [bucket])
+            run.ranked = bucket
+        return run.index
 
     def _stretches(self, keys: list[Key]) -> list[tuple[int, int, _Run | None]]:
         """Cut a chain where its past changes, and before its last record: (start, end, the run it was in)."""
-        cuts: list[tuple[int, int, _Run | None]] = []
+        where = self._where
+        befores = [place[0] if (place := where.get(key)) else None for key in keys]
         last = len(keys) - 1
-        for at, key in enumerate(keys):
-            place = self._where.get(key)
-            before = place[0] if place else None
-            if cuts and cuts[-1][2] is before and at < last:
-                cuts[-1] = (cuts[-1][0], at + 1, before)
-            else:
-                cuts.append((at, at + 1, before))
-        return cuts
+        starts = [at for at in range(len(keys)) if at in (0, last) or befores[at] is not befores[at - 1]]
+        return [(start, end, befores[start]) for start, end in zip(starts, (*starts[1:], len(keys)), strict=True)]
 
     def _learn_return(self, before: _Run, stretch: list[Key]) -> None:
         witness = len(before.members) // 2
         first, last = self._where[stretch[0]][1], self._where[stretch[-1]][1]
         if first <= witness <= last:
-            self.model.learn(before.features, before.bucket, True, math.sqrt(len(before.members)))
+            self._learn(before, returned=True)
             before.learning = False
 
     def _move(self, stretch: list[Key], before: _Run | None, run: _Run) -> None:
         """Hand `stretch` over from the run it was in."""
+        records, where = self._records, self._where
+        resident = size_bytes = 0
+        cost_s = 0.0
         for at, key in enumerate(stretch):
-            record = self._records.get(key)
+            record = records.get(key)
             if record is not None:
-                assert before is not None
-                self._leave(before, record)
-                self._join(run, record, at)
-            self._where[key] = (run, at)
+                resident += 1
+                size_bytes += record.size_bytes
+                cost_s += record.cost_s
+                run.top = at + 1
+            where[key] = (run, at)
+        self._add(run, resident, size_bytes, cost_s)
         if before is not None:
+            self._add(before, -resident, -size_bytes, -cost_s)
             before.known -= len(stretch)
             self._settle(before)
             if not before.known:
@@ -494,23 +536,29 @@ class ReusePolicy(EvictionPolicy):
         if now_s < self._advance_at_s:
             return
         self._advance_at_s = now_s + ADVANCE_EVERY_S
+        moved: dict[_Run, None] = {}
+        steps_left = STEPS_MAX
         for bucket in range(BUCKETS - 1):
             runs = self._by_age[bucket]
-            while runs:
+            while runs and steps_left:
                 run = next(iter(runs))
                 if now_s - run.touched_s < EDGES_S[bucket + 1]:
                     break
                 del runs[run]
+                steps_left -= 1
                 if run.learning:
-                    self.model.learn(run.features, bucket, False, math.sqrt(len(run.members)))
+                    self._learn(run, returned=False)
                 elif not run.resident:
                     run.bucket = -1
                     continue
                 run.bucket = bucket + 1
                 self._by_age[bucket + 1][run] = None
-                if run.resident and bucket + 1 in REFRESH_AT:
-                    run.index = self.model.index(run.features)
-                self._queue(run)
+                if run.resident:
+                    moved[run] = None
+                    if bucket + 1 in REFRESH_AT:
+                        self._due.append(run)
+        self._appraise()
+        self._rank(list(moved))
         while self._held_until and self._held_until[0][0] <= now_s:
             self._release(heappop(self._held_until)[1])
 
