@@ -137,6 +137,17 @@ class Config:
     )
     close_deadline_s: float = _setting(10.0, _parse_seconds, "longest wait for unfinished writes at shutdown", low=0)
     accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
+    trace_path: Path | None = _setting(
+        None,
+        _parse_path,
+        "file for a line of each request, for kvtier simulate; hashes and lengths only; empty for none",
+    )
+    trace_bytes_max: int = _setting(
+        1 << 30,
+        parse_bytes,
+        "of trace_path and the file before it together; the older requests are let go of",
+        low=4096,
+    )
     namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kvtier
 from kvtier.engine.embedded import Cache
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.simulate.trace import Trace
 from kvtier.testing.media import FaultyPartStore
 from kvtier.tier.disk.base import PartFailure
 from kvtier.tier.disk.segment_store import SegmentStore
@@ -326,3 +327,21 @@ def test_what_was_flushed_survives_kill_9(tmp_path: Path) -> None:
         with open_cache(path, disk_bytes=4096 * 400) as cache:
             numbers = list(range(acknowledged + 1))
             assert get(cache, *numbers) == len(numbers)
+
+
+def test_calls_of_get_are_traced_without_the_keys_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with open_cache(None, trace_path=str(path)) as cache:
+        put(cache, 1, 2)
+        assert get(cache, 1, 2, 3) == 2
+        assert get(cache, 1, 2) == 2
+    first, second = Trace(path)
+    assert (first.input_tokens, second.block_ids) == (3, first.block_ids[:2])
+    assert int.from_bytes(keys(1)[0], "little") not in first.block_ids
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing_open(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trace_path"):
+        open_cache(tmp_path / "d", trace_path=str(tmp_path / "none" / "trace.jsonl"))
+    with open_cache(tmp_path / "d") as cache:
+        assert put(cache, 1) == 1

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.simulate.trace import Trace, TraceError, trace_line
+from kvtier.observe.requests import block_id, trace_line
+from kvtier.simulate.trace import Trace, TraceError
 
 DATA = Path(__file__).parents[1] / "data"
 GOOD = '{"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 18446744073709551615]}\n'
@@ -103,7 +104,7 @@ def test_stops_at_requests_max(tmp_path: Path) -> None:
 
 
 def test_what_an_engine_writes_is_read_back(tmp_path: Path) -> None:
-    keys = [bytes([7]) * 32, bytes(range(32))]
+    keys = [block_id(key) for key in (bytes([7]) * 32, bytes(range(32)))]
     path = tmp_path / "live.jsonl"
     path.write_bytes(trace_line(1.25, keys, 40, 9, 16) + trace_line(2.5, keys[:1], 17, 0, 16))
     trace = Trace(path)

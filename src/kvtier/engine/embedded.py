@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from types import TracebackType
 
 import numpy as np
@@ -19,10 +20,11 @@ from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
 from kvtier.engine.layout import GroupLayout, Piece, Region
-from kvtier.engine.opening import open_disk, store_limits
+from kvtier.engine.opening import open_disk, open_trace, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
+from kvtier.observe.requests import ID_BYTES
 from kvtier.policy.base import RequestInfo
 from kvtier.record.envelope import slot_bytes
 from kvtier.store.moves import PartPlace
@@ -91,6 +93,11 @@ class Cache:
         self._next_job = 0
         self._at_end: dict[int, Callable[[], None]] = {}
         self._closed = False
+        try:
+            self._trace = open_trace(config, 1, time.monotonic())
+        except BaseException:
+            self._plane.close(0.0)
+            raise
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are there."""
@@ -137,6 +144,7 @@ class Cache:
                 run = self.store.leading_run(keys)
                 if first:
                     self.store.request(RequestInfo(keys, run.length), time.monotonic())
+                    self._record(keys)
                     first = False
                 if not run.length:
                     return 0
@@ -164,6 +172,8 @@ class Cache:
                 return True
             flushed = self._flush(self.config.close_deadline_s)
             self._closed = True
+            if self._trace is not None:
+                self._trace.close(self.config.close_deadline_s)
             return self._plane.close(self.config.close_deadline_s) and flushed
 
     def __enter__(self) -> "Cache":
@@ -183,6 +193,14 @@ class Cache:
             self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
             self._step()
         return self.store.settled() and not self._at_end
+
+    def _record(self, keys: Sequence[bytes]) -> None:
+        """A call of `get` is a request of one token a key. Keys here may be anything, so that their hashes go into the trace."""
+        if self._trace is not None and keys:
+            self._next_job += 1
+            hashes = [blake2b(key, digest_size=ID_BYTES).digest() for key in keys]
+            self._trace.arrived(str(self._next_job), hashes, len(keys), time.monotonic())
+            self._trace.answered(str(self._next_job), 0)
 
     def _address(self, buffer: ByteBuffer, *, writable: bool) -> int:
         array = np.frombuffer(buffer, dtype=np.uint8)

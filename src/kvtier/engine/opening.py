@@ -6,6 +6,7 @@ from pathlib import Path
 from kvtier.config import Config
 from kvtier.identity.namespace import Namespace, write_manifest
 from kvtier.memory.arena import Arena
+from kvtier.observe.requests import RequestTrace
 from kvtier.policy.admission import AdmissionLimits
 from kvtier.policy.ingestion import IngestionLimits, IngestionType
 from kvtier.store.tiered import StoreLimits
@@ -55,6 +56,18 @@ def open_disk(
             root,
         )
     return store
+
+
+def open_trace(
+    config: Config, block_tokens: int, started_s: float, *, replica: int | None = None
+) -> RequestTrace | None:
+    """The trace of an engine's requests, where one is wanted; of one of several replicas in a file of its own. Raises ConfigError."""
+    path = config.trace_path
+    if path is None:
+        return None
+    if replica is not None:
+        path = path.with_name(f"{path.stem}_{replica}{path.suffix}")
+    return RequestTrace(path, config.trace_bytes_max, block_tokens, started_s)
 
 
 def store_limits(

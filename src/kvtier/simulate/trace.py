@@ -6,7 +6,7 @@ Formats:
   each block of 512 tokens of the prompt, equal ids meaning an equal prefix up to and including that block.
 - `bailian`: the same with `timestamp` in seconds, blocks of 16 tokens, and `chat_id`, `parent_chat_id`, `turn`,
   `type`, of which none is needed.
-- `kvtier`: what `trace_line` writes for a live engine: the same with `timestamp` in seconds and `block_tokens`, the
+- `kvtier`: what `kvtier.observe.requests` writes for a live engine (`trace_path`): the same with `timestamp` in seconds and `block_tokens`, the
   tokens of one block.
 
 Files may be compressed (`.gz`, `.xz`). Times are given back in seconds.
@@ -24,6 +24,7 @@ from typing import BinaryIO, cast
 import msgspec
 
 from kvtier.errors import KVTierError
+from kvtier.observe.requests import TraceLine
 
 HASH_ID_MAX = 2**64 - 1
 TOKENS_PER_BLOCK = {"mooncake": 512, "bailian": 16}
@@ -51,16 +52,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-class _Line(msgspec.Struct, omit_defaults=True):
-    timestamp: float
-    hash_ids: list[int]
-    input_length: int = 0
-    output_length: int = 0
-    chat_id: int | str | None = None
-    block_tokens: int = 0
-
-
-_decode = msgspec.json.Decoder(_Line).decode
+_decode = msgspec.json.Decoder(TraceLine).decode
 
 
 @dataclass(slots=True)
@@ -119,7 +111,7 @@ class Trace:
             raise TraceError(f"{self.path}: block_tokens is missing or not positive on the first line")
         return first.block_tokens
 
-    def _first_good(self) -> _Line | None:
+    def _first_good(self) -> TraceLine | None:
         with _open(self.path)[1] as lines:
             for line in itertools.islice(lines, 1000):
                 try:
@@ -158,16 +150,6 @@ class Trace:
         if good == 0:
             bad = f" ({self.skipped} bad lines were skipped)" if self.skipped else ""
             raise TraceError(f"{self.path}: the trace has no request{bad}")
-
-
-def trace_line(time_s: float, keys: Sequence[bytes], input_tokens: int, output_tokens: int, block_tokens: int) -> bytes:
-    """One request of a live engine as a line of a `kvtier` trace, newline included.
-
-    Of each key, which must be a hash, its first 8 bytes are kept: no content of a prompt is in a trace.
-    """
-    ids = [int.from_bytes(key[:8], "little") for key in keys]
-    line = _Line(time_s, ids, input_tokens, output_tokens, block_tokens=block_tokens)
-    return msgspec.json.encode(line) + b"\n"
 
 
 def _parse(line: bytes, scale: float, last_s: float) -> TraceRequest:

@@ -32,6 +32,7 @@ def spoiled(name: str, path: Path) -> dict[str, Any]:
         "disk path is a file": lambda: {"disk_path": str(_file(path))},
         "arena larger than memory": lambda: {"dram_bytes": "500TiB"},
         "arena below a few parts": lambda: {"dram_bytes": "64KiB"},
+        "trace in no directory": lambda: {"trace_path": str(path / "none" / "trace.jsonl")},
     }
     return {**GOOD, **mistakes[name]()}
 
@@ -50,6 +51,7 @@ def _file(path: Path) -> Path:
         ("disk path is a file", "StoreUnavailableError", ("file", "director")),
         ("arena larger than memory", "ConfigError", ("dram_bytes", "available", "lower dram_bytes")),
         ("arena below a few parts", "ConfigError", ("dram_bytes", "65,536", "at least")),
+        ("trace in no directory", "ConfigError", ("trace_path", "none", "directory that exists")),
     ],
 )
 def test_a_mistake_is_refused_by_name(

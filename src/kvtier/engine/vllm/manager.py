@@ -23,6 +23,7 @@ from kvtier.engine.opening import store_limits
 from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
+from kvtier.observe.requests import RequestTrace
 from kvtier.policy.base import RequestInfo
 from kvtier.store.moves import Action, Outcome, Source
 from kvtier.store.tiered import Part, Presence, Run, TieredStore
@@ -41,6 +42,7 @@ class KVTierManager(OffloadingManager):
         config: the settings.
         group_ids: vLLM's number of each offloaded group, in order; the store counts them from 0.
         part_tokens: tokens of one part of each group.
+        trace: where requests are recorded; the manager closes it.
         clock: monotonic seconds.
     """
 
@@ -49,12 +51,14 @@ class KVTierManager(OffloadingManager):
         config: Config,
         group_ids: Sequence[int],
         part_tokens: Sequence[int] = (),
+        trace: RequestTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.store: TieredStore | None = None
         self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
         self._part_tokens = tuple(part_tokens)
+        self._trace = trace
         self._clock = clock
         self._reported: dict[str, int] = {}
         self._advise_at_s = 0.0
@@ -166,6 +170,21 @@ class KVTierManager(OffloadingManager):
         if self.store is not None:
             self.store.finished(keys, output_tokens, self._clock())
 
+    @property
+    def traces(self) -> bool:
+        """Whether requests are recorded."""
+        return self._trace is not None
+
+    def request_arrived(self, req_id: str, keys: Sequence[OffloadKey], prompt_tokens: int) -> None:
+        """A request was looked up for the first time: the keys of its prompt in the first group."""
+        if self._trace is not None and keys:
+            self._trace.arrived(req_id, keys, prompt_tokens, self._clock())
+
+    def request_ended(self, req_id: str, output_tokens: int) -> None:
+        """A request that had arrived has ended, well or not."""
+        if self._trace is not None:
+            self._trace.answered(req_id, output_tokens)
+
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         if self.store is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -256,4 +275,9 @@ class KVTierManager(OffloadingManager):
         if self._clock() >= self._advise_at_s:
             self._advise_at_s = self._clock() + _ADVISE_EVERY_S
             advice = self.store.advice()
-        return stats_of(self.store.counters, self._reported, self.store.gauges(), advice)
+        traced = self._trace.counters if self._trace is not None else {}
+        return stats_of({**self.store.counters, **traced}, self._reported, self.store.gauges(), advice)
+
+    def shutdown(self) -> None:
+        if self._trace is not None:
+            self._trace.close(self.config.close_deadline_s)

@@ -26,6 +26,10 @@ _COUNTERS = {
     "disk_read_bytes": "Bytes read from disks, by all ranks",
     "disk_corrupt_parts": "Parts that a disk gave back otherwise than they were written",
     "disk_over_budget_bytes": "Bytes not written because of disk_bytes_a_day",
+    "trace_requests": "Requests written to trace_path",
+    "trace_unanswered_requests": "Of those, written before they were answered, without the length of their answer",
+    "trace_dropped_requests": "Requests not traced because those before were not written yet",
+    "trace_failed_requests": "Requests not traced because the file could not take them",
     "resets": "Times that everything was dropped",
 }
 _BY_REASON = {

@@ -47,6 +47,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             hints = (request.kv_transfer_params or {}).get(HINTS)
             hit_tokens = num_computed_tokens + answer[0]
             states = self._req_status[request.request_id].group_states
+            if self.manager.traces:
+                count = request.num_prompt_tokens // self.config.kv_group_configs[0].tokens_per_chunk
+                prompt = states[0].offload_keys[:count]
+                self.manager.request_arrived(request.request_id, prompt, request.num_prompt_tokens)
             for group, (config, state) in enumerate(zip(self.config.kv_group_configs, states, strict=True)):
                 hit_count = min(hit_tokens // config.tokens_per_chunk, len(state.offload_keys))
                 self.manager.request_seen(
@@ -63,6 +67,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 group_state.next_stored_chunk_idx = 0
 
     def request_finished(self, request: Any) -> Any:
+        self.manager.request_ended(request.request_id, request.num_output_tokens)
         req_status = self._req_status.get(request.request_id)
         if request.request_id in self._seen and req_status is not None:
             self._seen.discard(request.request_id)

@@ -1,6 +1,7 @@
 """The offloading spec: it builds the manager on the scheduler's side, and arena, disk store and data plane in each worker."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
-from kvtier.engine.opening import open_disk
+from kvtier.engine.opening import open_disk, open_trace
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake
@@ -67,10 +68,14 @@ class KVTierSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
+            part_tokens = [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block]
+            parallel = self.config.parallel
+            replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
             self._manager = KVTierManager(
                 self.settings,
                 [group.group_id for group in self.config.groups],
-                [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block],
+                part_tokens,
+                open_trace(self.settings, part_tokens[0], time.monotonic(), replica=replica),
             )
         return self._manager
 
