@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.policy.advice import ReuseCurve
-from kvtier.simulate.media import Engines, Medium, RecomputeCurve, Spread
+from kvtier.simulate.media import Engines, Medium, PrefillSpeed, Spread
 from kvtier.simulate.run import Machine, Simulation, simulate
 from kvtier.simulate.trace import Trace, TraceRequest
 from kvtier.store import tiered
@@ -29,7 +29,7 @@ def test_a_medium_is_a_queue() -> None:
 
 
 def test_recompute_grows_with_context() -> None:
-    curve = RecomputeCurve(tokens_per_s=1000, context_doubles=1000)
+    curve = PrefillSpeed(tokens_per_s=1000, context_doubles=1000)
     assert curve.prefill_s(0, 1000) == pytest.approx(1.5)
     assert curve.prefill_s(1000, 2000) == pytest.approx(2.5)
     assert curve.prefill_s(0, 1000) + curve.prefill_s(1000, 2000) == pytest.approx(curve.prefill_s(0, 2000))
@@ -37,7 +37,7 @@ def test_recompute_grows_with_context() -> None:
 
 
 def test_engines_serve_in_order() -> None:
-    engines = Engines(2, RecomputeCurve(tokens_per_s=100, context_doubles=1e12))
+    engines = Engines(2, PrefillSpeed(tokens_per_s=100, context_doubles=1e12))
     assert [round(engines.prefill(0, 100, 0.0), 6) for _ in range(3)] == [1.0, 1.0, 2.0]
 
 

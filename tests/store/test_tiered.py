@@ -361,6 +361,28 @@ def test_admission_takes_only_what_was_asked_for_twice() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("cheap_first", [True, False])
+def test_of_two_that_are_as_likely_to_come_back_the_one_that_costs_more_stays(cheap_first: bool) -> None:
+    limits = replace(LIMITS, dram_policy="reuse", disk_policy="reuse", disk_bytes=4 * SLOT)
+    store = TieredStore(limits)
+    # Two prompts of two parts each, alike but for their depth: the deep one's parts take longer to compute again.
+    shallow = [Part(key(0), 0, 16, None, 0.01), Part(key(1), 0, 32, key(0), 0.01)]
+    deep = [Part(key(2), 0, 50_000, None, 0.04), Part(key(3), 0, 50_016, key(2), 0.04)]
+    for prompt in (shallow, deep) if cheap_first else (deep, shallow):
+        store.request(RequestInfo([part.key for part in prompt]), 0.0)
+        assert store.begin_store(prompt, 0.0)
+        store.end_store([part.key for part in prompt], 0.0)
+        finish_writes(store)
+    for now_s, number in ((10.0, 4), (11.0, 5)):
+        store.request(RequestInfo(keys(number)), now_s)
+        assert store.begin_store([Part(key(number), 0, 16, None, 0.02)], now_s)
+        store.end_store(keys(number), now_s)
+        finish_writes(store)
+    assert store.leading_run(keys(2, 3)).length == 2
+    assert [store.source(part.key) for part in shallow] == [Source.MISSING] * 2, "neither in DRAM nor on disk"
+    store.check()
+
+
 def test_advice_says_what_more_capacity_would_hit() -> None:
     store = TieredStore(LIMITS)
     for _ in range(20):

@@ -154,7 +154,7 @@ def _size(option: str, text: str, low: int) -> int:
 def _machine(args: argparse.Namespace) -> "Machine | None":
     if not args.dram:
         return None
-    from kvtier.simulate.media import RecomputeCurve
+    from kvtier.simulate.media import PrefillSpeed
     from kvtier.simulate.run import Machine
 
     for option, value in (
@@ -175,7 +175,7 @@ def _machine(args: argparse.Namespace) -> "Machine | None":
         disk_read_bytes_per_s=_size("--disk-read", args.disk_read, 1),
         disk_write_bytes_per_s=_size("--disk-write", args.disk_write, 1),
         disk_latency_s=args.disk_latency_us * 1e-6,
-        curve=RecomputeCurve(tokens_per_s=args.prefill_tokens_per_s),
+        curve=PrefillSpeed(tokens_per_s=args.prefill_tokens_per_s),
         engines=args.engines,
     )
 

@@ -1,1 +1,1 @@
-"""Curves, break-even, planner, preload. Pure. Nothing is here yet: see docs/roadmap.md."""
+"""Curves; break-even, planner and preload are to come, see docs/roadmap.md. Pure."""

@@ -34,7 +34,7 @@ class Medium:
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputeCurve:
+class PrefillSpeed:
     """Seconds of prefill: a part by token and a part by token and the context it attends to.
 
     Attributes:
@@ -55,7 +55,7 @@ class RecomputeCurve:
 class Engines:
     """Servers that prefill one request at a time, first come first served. Decoding shares with prefill and costs it nothing here."""
 
-    def __init__(self, count: int, curve: RecomputeCurve) -> None:
+    def __init__(self, count: int, curve: PrefillSpeed) -> None:
         if count < 1:
             raise ValueError(f"{count} engines can serve nothing: use at least one")
         self.curve = curve

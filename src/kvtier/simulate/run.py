@@ -18,7 +18,7 @@ import msgspec
 from kvtier.errors import ConfigError
 from kvtier.policy.advice import ReuseCurve
 from kvtier.policy.base import RequestInfo
-from kvtier.simulate.media import Engines, Medium, RecomputeCurve, Spread
+from kvtier.simulate.media import Engines, Medium, PrefillSpeed, Spread
 from kvtier.simulate.replay import KEY_BYTES
 from kvtier.simulate.trace import Trace, TraceRequest
 from kvtier.store.moves import NO_SLOT, ResetTier, Source, WriteDone, WriteParts
@@ -46,7 +46,7 @@ class Machine:
     disk_read_bytes_per_s: float = 6e9
     disk_write_bytes_per_s: float = 3e9
     disk_latency_s: float = 100e-6
-    curve: RecomputeCurve = field(default_factory=RecomputeCurve)
+    curve: PrefillSpeed = field(default_factory=PrefillSpeed)
     engines: int = 0
     decode_tokens_s: float = 50.0
 
@@ -78,7 +78,7 @@ class RunResult(msgspec.Struct, frozen=True):
     skipped_lines: int
 
 
-def engines_needed(trace: Iterable[TraceRequest], curve: RecomputeCurve) -> int:
+def engines_needed(trace: Iterable[TraceRequest], curve: PrefillSpeed) -> int:
     """Engines that spend four fifths of the trace's time on it without a cache."""
     work_s, last_s = 0.0, 0.0
     for request in trace:
@@ -146,8 +146,10 @@ class Simulation:
     def _arrive(self, request: TraceRequest) -> None:
         now_s, store = request.time_s, self.store
         keys = [block_id.to_bytes(KEY_BYTES, "little") for block_id in request.block_ids]
+        tokens, prefill_s = self.tokens_per_block, self.machine.curve.prefill_s
         parts = [
-            Part(key, 0, (at + 1) * self.tokens_per_block, keys[at - 1] if at else None) for at, key in enumerate(keys)
+            Part(key, 0, (at + 1) * tokens, keys[at - 1] if at else None, prefill_s(at * tokens, (at + 1) * tokens))
+            for at, key in enumerate(keys)
         ]
         self.curve.request(keys, self.block_bytes)
         run = next((at for at, key in enumerate(keys) if store.source(key) is Source.MISSING), len(keys))

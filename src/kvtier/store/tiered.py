@@ -82,13 +82,15 @@ class Run(NamedTuple):
 class Part(NamedTuple):
     """A part as its engine names it: the key holds the prefix, the group its layers.
 
-    `depth_tokens` is the length of that prefix and `parent` the part of the same group before it, where they are known.
+    `depth_tokens` is the length of that prefix, `parent` the part of the same group before it, and `cost_s` the seconds of
+    engine time that computing it again would take, where they are known.
     """
 
     key: Key
     group: int
     depth_tokens: int = 0
     parent: Key | None = None
+    cost_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,7 @@ class TieredStore:
         parts: list[PartPlace] = []
         slots: list[_Slot | None] = []
         from_disk: list[int] = []
-        for place, (key, group, _, _) in enumerate(wanted):
+        for place, (key, group, *_) in enumerate(wanted):
             slot = self._dram.get(key)
             if slot is not None and slot.state is _State.READY:
                 slot.leases += 1
@@ -611,7 +613,7 @@ class TieredStore:
         for part in new:
             offset = self._slots.take(self._class[part.group])
             assert offset is not None, "choose_victims promised room"
-            info = RecordInfo(self.limits.slot_bytes[part.group], part.parent, part.depth_tokens)
+            info = RecordInfo(self.limits.slot_bytes[part.group], part.parent, part.depth_tokens, part.cost_s)
             slot = _Slot(part.group, offset, info)
             self._dram[part.key] = slot
             self._dram_policy.insert(part.key, info, now_s)

@@ -33,6 +33,7 @@ from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake, KVTierWorkerMetadata, PartsSpec
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of, pieces_of
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.plan.curves import RecomputeCurve
 from kvtier.store.moves import DeleteParts, LoadFailed, PartPlace, WriteDone, WriteParts
 from kvtier.testing.part_store import pattern, write_parts
 from kvtier.tier.disk.segment_store import SegmentStore
@@ -101,6 +102,25 @@ def test_a_part_is_pending_then_hit_and_its_source_is_named() -> None:
     assert manager.has_pending_work()
     write_all(manager)
     assert not manager.has_pending_work()
+
+
+def test_a_part_costs_its_groups_share_of_what_its_tokens_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = KVTierManager(Config(), group_ids=[2, 5], part_tokens=[16, 32], clock=Clock())
+    manager.begin([handshake(slot_bytes=(3 * SLOT, 2 * SLOT), slots_bytes=12 * SLOT)])
+    ctx, depths = context(), {2: (16, 1600), 5: (32, 1600)}
+    wanted = []
+    for group, ends in depths.items():
+        for name, end in zip(keys(2, group), ends, strict=True):
+            ctx.set_offload_key_position(name, end)
+            wanted.append(name)
+    assert [part.cost_s for part in manager._parts(wanted, ctx)] == [0.0] * 4, "nothing is known yet"
+    monkeypatch.setattr(manager, "curve", RecomputeCurve())
+    manager.curve.token_s, manager.curve.pair_s = 1e-4, 1e-7
+    shallow, deep, wide, wide_deep = (part.cost_s for part in manager._parts(wanted, ctx))
+    assert shallow == pytest.approx(3 / 4 * (16e-4 + 1e-7 * 128))
+    assert wide == pytest.approx(1 / 4 * (32e-4 + 1e-7 * 512))
+    assert deep == pytest.approx(3 / 4 * manager.curve.seconds(1584, 1600))
+    assert deep > shallow and wide_deep > wide
 
 
 def test_waiting_for_a_pending_part_has_a_deadline() -> None:

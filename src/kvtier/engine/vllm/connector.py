@@ -82,6 +82,7 @@ class KVTierConnector(OffloadingConnector):
         self.manager.begin(handshakes)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self.manager.steps.scheduled(scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
         return KVTierMetadata(
             load_jobs=meta.load_jobs,
@@ -138,6 +139,7 @@ class KVTierConnector(OffloadingConnector):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_worker is not None:
             return self._worker.take_stats()
+        self.manager.steps.answered()
         return super().get_kv_connector_stats()
 
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:

@@ -21,9 +21,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.config import Config
 from kvtier.engine.opening import store_limits
 from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
-from kvtier.engine.vllm.metrics import stats_of
+from kvtier.engine.vllm.metrics import RECOMPUTE_TOKENS, stats_of
+from kvtier.engine.vllm.steps import StepTimer
 from kvtier.errors import StoreUnavailableError
 from kvtier.observe.requests import RequestTrace
+from kvtier.plan.curves import RecomputeCurve
 from kvtier.policy.base import RequestInfo
 from kvtier.store.moves import Action, Outcome, Source
 from kvtier.store.tiered import Part, Presence, Run, TieredStore
@@ -58,6 +60,9 @@ class KVTierManager(OffloadingManager):
         self.store: TieredStore | None = None
         self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
         self._part_tokens = tuple(part_tokens)
+        self.curve = RecomputeCurve()
+        self.steps = StepTimer(self.curve, clock)
+        self._cost_shares: list[float] = []
         self._trace = trace
         self._clock = clock
         self._reported: dict[str, int] = {}
@@ -91,6 +96,10 @@ class KVTierManager(OffloadingManager):
             rank_count=len(ranks),
             part_tokens=self._part_tokens,
         )
+        if self._part_tokens:
+            # The layers of one group take their share of a token's bytes, and so of what computing it again costs.
+            densities = [size / tokens for size, tokens in zip(first.slot_bytes, self._part_tokens, strict=True)]
+            self._cost_shares = [density / sum(densities) for density in densities]
         generation = max(rank.generation for rank in ranks)
         self.store = TieredStore(limits, generation=generation)
         if any(rank.generation != generation for rank in ranks):
@@ -198,9 +207,16 @@ class KVTierManager(OffloadingManager):
         for key in keys:
             group = self._group_of[get_offload_group_idx(key)]
             depth_tokens = req_context.get_offload_key_position(key) or 0
-            parts.append(Part(key, group, depth_tokens, last.get(group)))
+            parts.append(Part(key, group, depth_tokens, last.get(group), self._cost_s(group, depth_tokens)))
             last[group] = key
         return parts
+
+    def _cost_s(self, group: int, depth_tokens: int) -> float:
+        """Seconds that computing a part again would take, 0 where that is not known."""
+        if not self._cost_shares or not depth_tokens:
+            return 0.0
+        from_tokens = max(0, depth_tokens - self._part_tokens[group])
+        return self._cost_shares[group] * self.curve.seconds(from_tokens, depth_tokens)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         assert self.store is not None, "a load follows a hit, and hits follow the handshake"
@@ -276,7 +292,8 @@ class KVTierManager(OffloadingManager):
             self._advise_at_s = self._clock() + _ADVISE_EVERY_S
             advice = self.store.advice()
         traced = self._trace.counters if self._trace is not None else {}
-        return stats_of({**self.store.counters, **traced}, self._reported, self.store.gauges(), advice)
+        gauges = {**self.store.gauges(), "recompute_seconds": self.curve.seconds(0, RECOMPUTE_TOKENS)}
+        return stats_of({**self.store.counters, **traced}, self._reported, gauges, advice)
 
     def shutdown(self) -> None:
         if self._trace is not None:

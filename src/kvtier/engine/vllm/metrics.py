@@ -36,6 +36,7 @@ _BY_REASON = {
     "load_failed": "Loads that failed, by reason",
     "write_failed": "Writes that failed, by reason",
 }
+RECOMPUTE_TOKENS = 8192
 _GAUGES = {
     "dram_used_bytes": "Bytes of slots taken in one rank's DRAM tier",
     "dram_parts": "Parts in the DRAM tier",
@@ -44,6 +45,7 @@ _GAUGES = {
     "disk_parts": "Parts in the disk tier",
     "writes_in_flight": "Batches of parts being written",
     "loads_in_flight": "Loads being carried out",
+    "recompute_seconds": f"Seconds that the engine takes to compute {RECOMPUTE_TOKENS:,} tokens, as learned from its steps; 0 before",
 }
 
 _ADVICE = "estimated_hit_rate"
@@ -78,7 +80,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 def stats_of(
     counters: Mapping[str, int],
     before: dict[str, int],
-    gauges: Mapping[str, int],
+    gauges: Mapping[str, float],
     advice: Mapping[tuple[str, float], float] | None = None,
 ) -> OffloadingConnectorStats:
     """What changed since `before`, which is brought up to date, what is held now, and advice on sizes where it was asked for."""
@@ -93,8 +95,8 @@ def stats_of(
             stats.increase_counter(counter_name(f"{base}_by_reason"), change, (reason,))
         elif base in _COUNTERS:
             stats.increase_counter(counter_name(base), change)
-    for name, value in gauges.items():
-        stats.set_gauge(counter_name(name), value)
+    for name, held in gauges.items():
+        stats.set_gauge(counter_name(name), held)
     for (tier, factor), rate in (advice or {}).items():
         stats.set_gauge(counter_name(_ADVICE), rate, (tier, f"{factor:g}"))
     return stats
