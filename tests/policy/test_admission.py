@@ -13,7 +13,7 @@ def test_sketch_counts() -> None:
     sketch = FrequencySketch(1000)
     for number in range(500):
         for _ in range(number % 3):
-            sketch.add(b"%d" % number)
+            sketch.add([b"%d" % number])
     counts = [sketch.count(b"%d" % number) for number in range(500)]
     assert all(count >= number % 3 for number, count in enumerate(counts)), "a count is never too low"
     assert sum(count > number % 3 for number, count in enumerate(counts)) < 10
@@ -22,11 +22,11 @@ def test_sketch_counts() -> None:
 def test_sketch_forgets_and_stays_small() -> None:
     sketch = FrequencySketch(1000)
     for _ in range(15):
-        sketch.add(b"old")
+        sketch.add([b"old"])
     size = sketch.size_bytes
     assert sketch.count(b"old") == 15
     for number in range(200_000):
-        sketch.add(b"%d" % number)
+        sketch.add([b"%d" % number])
     assert sketch.size_bytes == size <= 8 * 1024 * 2
     assert sketch.count(b"old") < 8
 
@@ -78,6 +78,8 @@ def test_seen_min_is_checked() -> None:
 def test_value_by_frequency() -> None:
     door = Admission(AdmissionLimits(by_value=True), make_policy("lru", 10))
     door.asked([b"a", b"a", b"b"])
+    assert door.admits(b"b", 1, 0.0, [b"a"]), "a key counts once a request"
+    door.asked([b"a"])
     assert door.admits(b"a", 1, 0.0, [b"b"])
     assert not door.admits(b"b", 1, 0.0, [b"a"])
     assert door.admits(b"b", 1, 0.0), "with nothing to displace there is nothing to weigh"

@@ -32,7 +32,7 @@ def test_it_agrees_with_replay(samples_max: int, off_by: float) -> None:
 def test_a_loop_hits_from_its_length_on() -> None:
     curve = ReuseCurve()
     for at in range(5000):
-        curve.use(b"%d" % (at % 100), 10)
+        curve.request([b"%d" % (at % 100)], 10)
     advice = curve.advice(1000, (0.5, 0.9, 1.05, 4.0))
     assert advice[0.5] == advice[0.9] == 0
     assert advice[1.05] == advice[4.0] == pytest.approx(0.98)
@@ -41,7 +41,7 @@ def test_a_loop_hits_from_its_length_on() -> None:
 def test_memory_is_bounded() -> None:
     curve = ReuseCurve(500)
     for at in range(50_000):
-        curve.use(b"%d" % at, 10)
+        curve.request([b"%d" % at], 10)
     assert len(curve._seen) <= 500
     assert curve.hit_rate(1e12) == 0
 
@@ -49,10 +49,10 @@ def test_memory_is_bounded() -> None:
 def test_it_forgets() -> None:
     curve = ReuseCurve(500, forget_after=1000)
     for at in range(1000):
-        curve.use(b"%d" % (at % 10), 1)
+        curve.request([b"%d" % (at % 10)], 1)
     before = curve.hit_rate(1e9)
     for at in range(20_000):
-        curve.use(b"new %d" % at, 1)
+        curve.request([b"new %d" % at], 1)
     assert curve.hit_rate(1e9) < before / 50
 
 

@@ -361,6 +361,27 @@ def test_admission_takes_only_what_was_asked_for_twice() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("ingestion", list(IngestionType))
+def test_a_load_larger_than_dram_does_not_search_it_for_every_part(ingestion: IngestionType) -> None:
+    limits = replace(LIMITS, disk_bytes=100 * SLOT, ingestion=IngestionLimits(ingestion))
+    store = TieredStore(limits)
+    store.fill_from_disk([(part.key, 0, part.depth_tokens) for part in parts(*range(80))], 0.0)
+    searches = []
+    candidates = store._dram_policy.candidates
+
+    def counted(*question: object) -> object:
+        searches.append(question)
+        return candidates(*question)  # type: ignore[arg-type]
+
+    store._dram_policy.candidates = counted  # type: ignore[assignment, method-assign]
+    plan = store.begin_load(parts(*range(80)), "r", 0.0)
+    assert [part.offset for part in plan.parts].count(NO_SLOT) == 76
+    assert store.counters["promote_refused_parts"] == 76
+    assert len(searches) <= 6
+    assert store.end_load("r", 1.0)
+    store.check()
+
+
 @pytest.mark.parametrize("cheap_first", [True, False])
 def test_of_two_that_are_as_likely_to_come_back_the_one_that_costs_more_stays(cheap_first: bool) -> None:
     limits = replace(LIMITS, dram_policy="reuse", disk_policy="reuse", disk_bytes=4 * SLOT)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 from kvtier.policy.base import EvictionPolicy, Key
@@ -22,6 +23,7 @@ from kvtier.policy.base import EvictionPolicy, Key
 DAY_S = 86_400.0
 _ROWS = 4
 _COUNT_MAX = 15
+_ROW_NUMBERS = np.arange(_ROWS, dtype=np.uint64)[:, None]
 
 
 class FrequencySketch:
@@ -37,38 +39,37 @@ class FrequencySketch:
         if keys <= 0:
             raise ValueError(f"keys is {keys}: a sketch needs room for at least one")
         self._bits = max(6, (2 * keys - 1).bit_length())
-        self._mask = (1 << self._bits) - 1
-        self._rows = [bytearray(1 << self._bits) for _ in range(_ROWS)]
+        self._rows = np.zeros((_ROWS, 1 << self._bits), np.uint8)
         self._added = 0
         self._halve_at = 10 * keys
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the counts."""
-        return sum(map(len, self._rows))
+        return self._rows.nbytes
 
-    def _places(self, key: Key) -> list[int]:
-        number = xxhash.xxh3_64_intdigest(key)
-        step = number >> 32 | 1
-        return [(number + row * step) & self._mask for row in range(_ROWS)]
+    def _places(self, keys: Iterable[Key]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+        numbers = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
+        steps = numbers >> np.uint64(32) | np.uint64(1)
+        places: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] = (numbers + _ROW_NUMBERS * steps) & np.uint64(
+            (1 << self._bits) - 1
+        )
+        return places
 
-    def add(self, key: Key) -> None:
-        """`key` was asked for once more."""
-        places = self._places(key)
-        least = min(row[place] for row, place in zip(self._rows, places, strict=True))
-        if least < _COUNT_MAX:
-            for row, place in zip(self._rows, places, strict=True):
-                if row[place] == least:
-                    row[place] = least + 1
-        self._added += 1
+    def add(self, keys: Iterable[Key]) -> None:
+        """Each of `keys` was asked for once more."""
+        places = self._places(dict.fromkeys(keys))
+        counts = np.minimum(self._rows[_ROW_NUMBERS, places].min(axis=0) + 1, _COUNT_MAX)
+        for row, row_places in zip(self._rows, places, strict=True):
+            np.maximum.at(row, row_places, counts)
+        self._added += places.shape[1]
         if self._added >= self._halve_at:
             self._added //= 2
-            halves = bytes(count >> 1 for count in range(256))
-            self._rows = [row.translate(halves) for row in self._rows]
+            self._rows >>= 1
 
     def count(self, key: Key) -> int:
         """About how often `key` was asked for."""
-        return min(row[place] for row, place in zip(self._rows, self._places(key), strict=True))
+        return int(self._rows[_ROW_NUMBERS, self._places((key,))].min())
 
 
 class EnduranceBudget:
@@ -150,8 +151,7 @@ class Admission:
     def asked(self, keys: Iterable[Key]) -> None:
         """A request asked for these keys. Once a request, before any of them is offered."""
         if self._sketch is not None:
-            for key in keys:
-                self._sketch.add(key)
+            self._sketch.add(keys)
 
     def admits(self, key: Key, size_bytes: int, now_s: float, victims: Sequence[Key] = ()) -> bool:
         """Whether `key` may enter in place of `victims`. True spends its bytes of the budget: see `undo`."""

@@ -72,19 +72,20 @@ class ReuseCurve:
 
     def request(self, keys: Sequence[Key], size_bytes: int) -> None:
         """A request used the records `keys`, in prefix order, of `size_bytes` each."""
-        for key in reversed(keys):
-            self.use(key, size_bytes)
-
-    def use(self, key: Key, size_bytes: int) -> None:
-        """One record was used, or asked for and not there."""
-        self._since_halved += 1
+        self._since_halved += len(keys)
         if self._since_halved >= self._forget_after:
             self._since_halved = 0
             self._bins = [count / 2 for count in self._bins]
             self._uses /= 2
-        number = xxhash.xxh3_64_intdigest(key)
-        if number >= self._threshold:
-            return
+        digest, threshold = xxhash.xxh3_64_intdigest, self._threshold
+        for key in reversed(keys):
+            number = digest(key)
+            if number < threshold:
+                self._use(key, number, size_bytes)
+                threshold = self._threshold
+
+    def _use(self, key: Key, number: int, size_bytes: int) -> None:
+        """A record that is followed was used, or asked for and not there."""
         scale = _HASH_MAX / self._threshold
         self._uses += scale
         seen = self._seen.get(key)

@@ -503,6 +503,10 @@ class ReusePolicy(EvictionPolicy):
     def _move(self, stretch: list[Key], before: _Run | None, run: _Run) -> None:
         """Hand `stretch` over from the run it was in."""
         records, where = self._records, self._where
+        if before is not None:
+            first, last = where[stretch[0]][1], where[stretch[-1]][1]
+            if first < before.top <= last + 1 and last - first + 1 == len(stretch):
+                before.top = first  # all above it leave
         resident = size_bytes = 0
         cost_s = 0.0
         for at, key in enumerate(stretch):

@@ -59,7 +59,7 @@ After any other kind writes are suspended for a while."""
 
 _INGEST_ALL = IngestionLimits(IngestionType.ALL)
 _ADMIT_ALL = AdmissionLimits()
-_REUSE_SAMPLES_MAX = 2048
+_REUSE_SAMPLES_MAX = 1024
 _WRITES_AT_ONCE = 64
 _WRITES_AHEAD = 8
 
@@ -299,19 +299,34 @@ class TieredStore:
             # A part in DRAM that is on disk too is used there as well, or disk would evict what DRAM serves.
             if self._disk_policy is not None and key in self._disk:
                 self._disk_policy.access(key, now_s)
-        for place in from_disk:
-            part = wanted[place]
-            new = self._admit([part], now_s)
-            if new is None:
-                self.counters["promote_refused_parts"] += 1
-                continue
-            slots[place] = new[0]
-            parts[place] = PartPlace(part.key, part.group, new[0].offset, Source.DISK)
+        for place, slot in self._promote(wanted, from_disk, now_s):
+            slots[place] = slot
+            parts[place] = PartPlace(wanted[place].key, slot.group, slot.offset, Source.DISK)
         load = _Load(self._new_id(), parts, slots)
         self._loads[owner] = load
         self.counters["load_dram_parts"] += sum(part.source is Source.DRAM for part in parts)
         self.counters["load_disk_parts"] += sum(part.source is Source.DISK for part in parts)
         return LoadPlan(load.load_id, parts)
+
+    def _promote(self, wanted: Sequence[Part], places: list[int], now_s: float) -> Iterator[tuple[int, _Slot]]:
+        """Slots for those of `wanted` at `places` that get one: all at once where they can, else as many as can, in their order."""
+        # Where what is evicted has first to be written, room comes in small steps.
+        if places and self._ingestion.limits.type is not IngestionType.EVICTED:
+            slots = self._admit([wanted[place] for place in places], now_s)
+            if slots is not None:
+                yield from zip(places, slots, strict=True)
+                return
+        # A search that finds nothing walks over all that is leased, and finds no more for the next part of that size: nothing is let go of here.
+        refused: set[int] = set()
+        for place in places:
+            part = wanted[place]
+            size_class = self._class[part.group]
+            new = self._admit([part], now_s) if size_class not in refused else None
+            if new is None:
+                refused.add(size_class)
+                self.counters["promote_refused_parts"] += 1
+            else:
+                yield place, new[0]
 
     def end_load(self, owner: str, now_s: float) -> bool:
         """All ranks have finished `owner`'s load, well or not. True if it went well."""
