@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from kvtier.tier.disk.base import Key, Lane
 from kvtier.tier.disk.io import IOEngine, Job, Op, Step
-from kvtier.tier.disk.shared_layout import SharedLayout, folder_of, part_path, temporary_path
+from kvtier.tier.disk.shared_layout import SharedLayout, folder_of, temporary_path
 
 Committed: TypeAlias = Callable[[dict[Key, bool]], None]
 
@@ -38,7 +38,7 @@ class SharedPresence:
     Args:
         layout: the names.
         ranks: how many ranks have a part of each record.
-        io: the engine that asks; not closed here.
+        io: the engine that asks, closed with this.
         clock: seconds, never backwards; `time.monotonic` in production.
         generation: whose parts count.
         markers: ask for commit markers instead of every rank's part.
@@ -108,7 +108,7 @@ class SharedPresence:
                 if key not in self._asked:
                     question = self._asked[key] = _Asked(len(self._directories))
                     for directory in self._directories:
-                        step = Step(Op.STAT, path=part_path(directory, key), length=-1)
+                        step = Step(Op.STAT, path=self._layout.path(directory, key), length=-1)
                         jobs.append(Job((step,), Lane.DEMAND, None, (key, question)))
             self.questions += len(jobs)
         if jobs:
@@ -152,12 +152,23 @@ class SharedPresence:
         """Keys remembered."""
         return len(self._known)
 
+    def publish(self, keys: Sequence[Key]) -> None:
+        """Every rank has stored its parts of these records: from now on they are there, for other engines too."""
+        for key in keys:
+            self.note(key, present=True)
+        if self._markers:
+            self.commit(keys, lambda committed: None)
+
+    def close(self, deadline_s: float) -> bool:
+        """End the engine, questions and markers under way first. True if they all ended in time."""
+        return self._io.close(deadline_s)
+
     def commit(self, keys: Sequence[Key], done: Committed) -> None:
         """Make the commit markers of records whose every rank was stored. `done` gets, for each key, whether its marker is there."""
         jobs = []
         with self._lock:
             for key in keys:
-                final = part_path(self._marker_directory, key)
+                final = self._layout.path(self._marker_directory, key)
                 folder = folder_of(final)
                 steps = []
                 if folder not in self._made:
@@ -194,9 +205,14 @@ class SharedPresence:
         jobs = []
         for key in keys:
             self.note(key, present=False)
-            step = Step(Op.UNLINK, path=part_path(self._marker_directory, key), tolerated=(errno.ENOENT, errno.ENOTDIR))
+            if not self._markers:
+                continue
+            step = Step(
+                Op.UNLINK, path=self._layout.path(self._marker_directory, key), tolerated=(errno.ENOENT, errno.ENOTDIR)
+            )
             jobs.append(Job((step,), Lane.DEMAND, None, key))
-        self._io.submit(jobs, lambda ended: None)
+        if jobs:
+            self._io.submit(jobs, lambda ended: None)
 
 
 def _ancestors(directory: bytes, root: bytes) -> list[bytes]:
