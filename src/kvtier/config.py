@@ -79,7 +79,7 @@ def _one_of(*names: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         text = str(value).strip().lower()
         if text not in names:
-            raise ValueError(f"write one of {', '.join(names)}")
+            raise ValueError(f"write one of {', '.join(name or 'nothing' for name in names)}")
         return text
 
     return parse

@@ -26,7 +26,7 @@ from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, CommitParts, DeleteParts, Outcome, ResetTier, Source
+from kvtier.store.moves import Action, CommitParts, DeleteParts, Outcome, Source
 from kvtier.store.tiered import Part, Presence, Run, TieredStore
 from kvtier.tier.disk.presence import SharedPresence
 
@@ -339,8 +339,6 @@ class KVTierManager(OffloadingManager):
                 self.shared.publish(action.keys)
             elif isinstance(action, DeleteParts):
                 self.shared.uncommit(action.keys)
-            elif isinstance(action, ResetTier):
-                self.shared.reset(action.generation)
         return [action for action in actions if not isinstance(action, CommitParts)]
 
     def has_pending_work(self) -> bool:
@@ -351,6 +349,8 @@ class KVTierManager(OffloadingManager):
             # On a shared disk others count generations too: one that no engine has ever taken, and a later one than all of them.
             fresh = time.time_ns() // 10**6 << 20 | secrets.randbits(19) << 1 if self.shared is not None else 0
             self.store.reset(self._clock(), max(fresh, self.store.generation + 1))
+            if self.shared is not None:
+                self.shared.reset(self.store.generation)
 
     def shutdown(self) -> None:
         if self.shared is not None:
