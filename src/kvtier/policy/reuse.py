@@ -150,6 +150,13 @@ class _Run:
         self.parked_at = -1
 
 
+def _stretches(befores: Sequence[_Run | None]) -> list[tuple[int, int, _Run | None]]:
+    """Cut a chain where its past changes, and before its last record: (start, end, the run it was in)."""
+    last = len(befores) - 1
+    starts = [at for at in range(last + 1) if at in (0, last) or befores[at] is not befores[at - 1]]
+    return [(start, end, befores[start]) for start, end in zip(starts, (*starts[1:], last + 1), strict=True)]
+
+
 class ReusePolicy(EvictionPolicy):
     """Evicts the lowest expected saving per byte and second, tails first.
 
@@ -400,11 +407,8 @@ class ReusePolicy(EvictionPolicy):
     ) -> None:
         """All of `keys`, a chain from its beginning or (number 0) one record alone, are used now: they get new runs."""
         where = self._where
-        known = 0
-        for key in keys:
-            if key not in where:
-                break
-            known += 1
+        befores = [place[0] if (place := where.get(key)) else None for key in keys]
+        known = next((at for at, before in enumerate(befores) if before is None), len(keys))
         turn = 0
         if known:
             end = keys[known - 1]
@@ -420,7 +424,7 @@ class ReusePolicy(EvictionPolicy):
         added = 2 * _octave(len(keys) - known, 2, 31) + (turn > 0)
         length = _octave(len(keys), 1, 15)
         runs: list[_Run] = []
-        for start, end_at, before in self._stretches(keys):
+        for start, end_at, before in _stretches(befores):
             stretch = keys[start:end_at]
             if before is not None and before.learning:
                 self._learn_return(before, stretch)
@@ -484,14 +488,6 @@ class ReusePolicy(EvictionPolicy):
             (run.index,) = gittins(np.frombuffer(run.hazards, np.float32)[None], [bucket])
             run.ranked = bucket
         return run.index
-
-    def _stretches(self, keys: list[Key]) -> list[tuple[int, int, _Run | None]]:
-        """Cut a chain where its past changes, and before its last record: (start, end, the run it was in)."""
-        where = self._where
-        befores = [place[0] if (place := where.get(key)) else None for key in keys]
-        last = len(keys) - 1
-        starts = [at for at in range(len(keys)) if at in (0, last) or befores[at] is not befores[at - 1]]
-        return [(start, end, befores[start]) for start, end in zip(starts, (*starts[1:], len(keys)), strict=True)]
 
     def _learn_return(self, before: _Run, stretch: list[Key]) -> None:
         witness = len(before.members) // 2
