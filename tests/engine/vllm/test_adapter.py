@@ -5,6 +5,7 @@ Needs vLLM's Python, not an engine: a contract test of what we use of it.
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,14 +394,15 @@ def test_a_new_prompt_costs_few_questions(shared_rig: Callable[..., SharedRig]) 
 
 
 def test_an_answer_that_does_not_come_is_a_miss_at_the_deadline(shared_rig: Callable[..., SharedRig]) -> None:
-    rig = shared_rig()
-    rig.presence._io.submit = lambda jobs, done: None  # type: ignore[method-assign]
+    rig, answer = shared_rig(), threading.Event()
+    rig.presence._exists = lambda path: answer.wait(20) and False
     wanted = many_keys(4)
     assert rig.manager.leading_run(wanted, context()) == (0, True)
     assert rig.manager.lookup(wanted[0], context()) is LookupResult.RETRY
     rig.clock.now_s = rig.config.lookup_deadline_s + 1
     assert rig.manager.leading_run(wanted, context()) == (0, False)
     assert rig.manager.lookup(wanted[0], context()) is LookupResult.MISS
+    answer.set()
 
 
 def test_windows_are_asked_key_by_key(shared_rig: Callable[..., SharedRig]) -> None:
