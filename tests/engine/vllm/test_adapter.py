@@ -428,6 +428,20 @@ def test_what_vanished_is_found_out_and_stored_again(shared_rig: Callable[..., S
     assert output is not None and output.keys_to_store == wanted, "nothing of it is believed any more"
 
 
+def test_a_read_that_found_nothing_is_believed_at_once(shared_rig: Callable[..., SharedRig], tmp_path: Path) -> None:
+    rig = shared_rig()
+    wanted, ctx = many_keys(4), context()
+    rig.others_store(wanted)
+    assert rig.run(wanted) == (4, False)
+    Path(os.fsdecode(rig.layout.path(os.fsencode(rig.layout.rank_directory(0)), wanted[2]))).unlink()
+    spec = rig.manager.prepare_load(wanted, ctx)
+    assert isinstance(spec, PartsSpec)
+    rig.manager.apply([LoadFailed(spec.load_id, {wanted[2]: "missing"}, "")])
+    rig.manager.complete_load(wanted, ctx)
+    assert rig.run(wanted, "s") == (2, False)
+    assert rig.manager.take_actions() == []
+
+
 def test_markers_follow_the_last_rank_and_go_before_a_bad_file(
     shared_rig: Callable[..., SharedRig], tmp_path: Path
 ) -> None:

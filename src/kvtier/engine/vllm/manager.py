@@ -26,7 +26,7 @@ from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, CommitParts, DeleteParts, Outcome, Source
+from kvtier.store.moves import Action, CommitParts, DeleteParts, LoadFailed, Outcome, ReadDone, Source
 from kvtier.store.tiered import Part, Presence, Run, TieredStore
 from kvtier.tier.disk.presence import SharedPresence
 
@@ -320,6 +320,9 @@ class KVTierManager(OffloadingManager):
         if self.store is not None:
             for outcome in outcomes:
                 self.store.apply(outcome, self._clock())
+                if self.shared is not None and isinstance(outcome, (LoadFailed, ReadDone)):
+                    # What was seen there is not, or is not what it should be.
+                    self.shared.forget(list(outcome.lost if isinstance(outcome, LoadFailed) else outcome.failed))
             for line in self.store.take_notices():
                 logger.warning("kvtier: %s", line)
 
