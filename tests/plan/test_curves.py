@@ -4,10 +4,21 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.plan.curves import FIT_EVERY, KINDS_MAX, SAMPLES_A_KIND, SAMPLES_MIN, RecomputeCurve, pairs_of
+from kvtier.plan.curves import (
+    FIT_EVERY,
+    KINDS_MAX,
+    PAIRS_MAX,
+    SAMPLES_A_KIND,
+    SAMPLES_MIN,
+    SECONDS_MAX,
+    SECONDS_MIN,
+    TOKENS_MAX,
+    RecomputeCurve,
+    pairs_of,
+)
 
 Coefficients = tuple[float, float, float]
 
@@ -65,8 +76,19 @@ def test_noisy_steps_with_some_wrong_ones_give_about_the_curve(
     assert min(curve.base_s, curve.token_s, curve.pair_s) >= 0
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(-5, 10**7), st.floats(), st.floats()), max_size=300))
+def within(high: float) -> st.SearchStrategy[float]:
+    """Numbers that may be, and some that may not."""
+    return st.one_of(st.floats(0, high), st.floats(0, 1), st.floats())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-5, 2 * TOKENS_MAX), within(2 * PAIRS_MAX), within(2 * SECONDS_MAX)), max_size=100)
+)
+@example([(1, math.nan, 1.0)])
+@example([(1, math.inf, 1.0)])
+@example([(1, 1.0, math.nan)])
+@example([(TOKENS_MAX, PAIRS_MAX, SECONDS_MIN), (1, 0.0, SECONDS_MAX)] * SAMPLES_MIN)
 def test_whatever_comes_it_stays_finite_and_not_negative(samples: list[tuple[int, float, float]]) -> None:
     curve = RecomputeCurve()
     for tokens, pairs, seconds in samples:

@@ -56,7 +56,7 @@ def test_size_text(size: float, text: str) -> None:
 def loop_of(gigabytes: int) -> ReuseCurve:
     curve = ReuseCurve()
     for at in range(2000):
-        curve.use(b"%d" % (at % gigabytes), 1_000_000_000)
+        curve.request([b"%d" % (at % gigabytes)], 1_000_000_000)
     return curve
 
 

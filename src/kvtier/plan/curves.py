@@ -27,6 +27,8 @@ FIT_EVERY = 256
 SAMPLES_MIN = 8
 SAMPLES_A_KIND = 5
 KINDS_MAX = 256
+TOKENS_MAX, PAIRS_MAX = 10**9, 1e15
+SECONDS_MIN, SECONDS_MAX = 1e-7, 86_400.0
 _ROUNDS = 8
 _RESIDUAL_MIN = 1e-3
 _DIAGONAL = np.diag_indices(3)
@@ -56,9 +58,10 @@ class RecomputeCurve:
     def add(self, tokens: int, pairs: float, seconds: float) -> None:
         """A step computed `tokens` tokens that attended to `pairs` tokens in all, in `seconds` seconds.
 
-        What cannot be (no token, no time) is ignored.
+        What cannot be (no token, no time, a step of a day) is ignored.
         """
-        if tokens <= 0 or pairs < 0 or not 0 < seconds < float("inf"):
+        # Written so that NaN is left out too.
+        if not (0 < tokens <= TOKENS_MAX and 0 <= pairs <= PAIRS_MAX and SECONDS_MIN <= seconds <= SECONDS_MAX):
             return
         kind = (tokens.bit_length(), int(pairs / tokens).bit_length() // 2)
         samples = self._kinds.pop(kind, None)
