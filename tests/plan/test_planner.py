@@ -317,10 +317,8 @@ def simulate(jobs: list[Job], *, planned: bool, disk_stuck: bool = False) -> Loa
             candidate = Candidate(
                 job.name, job.restorable + job.rest, 0, job.restorable, size, 0 if job.in_dram else size
             )
-            if not planned:
-                decision = ADMIT
-            else:
-                decision = plan.decide(candidate, lambda job=job: staging.append(job) is None)  # type: ignore[misc]
+            stage = lambda job=job: staging.append(job) is None  # noqa: E731
+            decision = plan.decide(candidate, stage) if planned else ADMIT
             if decision is DEFER:
                 job.deferred_s = now_s if job.deferred_s is None else job.deferred_s
                 continue

@@ -149,6 +149,7 @@ class _Load:
     load_id: int
     parts: list[PartPlace]
     slots: list[_Slot | None]
+    disk_bytes: int = 0
     ranks_holding: int = 0
     lost: dict[Key, str] = field(default_factory=dict)
     reason: str = ""
@@ -248,6 +249,11 @@ class TieredStore:
             length += 1
         return Run(length, pending)
 
+    def moving_bytes(self) -> tuple[int, int]:
+        """Bytes of one rank that loads are reading from disk, and bytes that are being written to it."""
+        reading = sum(load.disk_bytes for load in self._loads.values())
+        return reading, self._ingestion.inflight_bytes
+
     def request(self, request: RequestInfo, now_s: float, group: int = 0) -> None:
         """A request was looked up for the first time, with its keys of one group: what learns from requests is told."""
         self._curve.request(request.keys, self.limits.slot_bytes[group])
@@ -305,7 +311,8 @@ class TieredStore:
                 continue
             slots[place] = new[0]
             parts[place] = PartPlace(part.key, part.group, new[0].offset, Source.DISK)
-        load = _Load(self._new_id(), parts, slots)
+        disk_bytes = sum(self.limits.slot_bytes[part.group] for part in parts if part.source is Source.DISK)
+        load = _Load(self._new_id(), parts, slots, disk_bytes)
         self._loads[owner] = load
         self.counters["load_dram_parts"] += sum(part.source is Source.DRAM for part in parts)
         self.counters["load_disk_parts"] += sum(part.source is Source.DISK for part in parts)

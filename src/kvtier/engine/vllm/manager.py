@@ -55,7 +55,7 @@ class KVTierManager(OffloadingManager):
         self.store: TieredStore | None = None
         self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
         self._part_tokens = tuple(part_tokens)
-        self._clock = clock
+        self._clock = self.clock = clock
         self._reported: dict[str, int] = {}
         self._advise_at_s = 0.0
         self._last_stored: dict[str, dict[int, bytes]] = {}
@@ -170,6 +170,35 @@ class KVTierManager(OffloadingManager):
         if self.store is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
         return _HIT_SOURCES.get(self.store.source(key), CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    # ---- what the planner asks
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of one token's parts on one rank; 0 before the handshake."""
+        if self.store is None:
+            return 0.0
+        sizes = self.store.limits.slot_bytes
+        return sum(size / tokens for size, tokens in zip(sizes, self._part_tokens, strict=True))
+
+    def resident_bytes(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
+        """Bytes of these parts on one rank: of all of them, and of those that are not in DRAM."""
+        assert self.store is not None, "what is asked for was found, and hits follow the handshake"
+        total = away = 0
+        for key in keys:
+            size = self.store.limits.slot_bytes[self._group_of[get_offload_group_idx(key)]]
+            total += size
+            away += 0 if self.store.source(key) is Source.DRAM else size
+        return total, away
+
+    def moving_bytes(self) -> tuple[int, int]:
+        """Bytes of one rank that loads are reading from disk, and bytes that are being written to it."""
+        return self.store.moving_bytes() if self.store is not None else (0, 0)
+
+    def count(self, counter: str) -> None:
+        """Add one to a counter of `kvtier.engine.vllm.metrics`."""
+        if self.store is not None:
+            self.store.counters[counter] += 1
 
     # ---- loads and stores
 

@@ -18,7 +18,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.config import Config, Loaded, load_config
+from kvtier.engine.costs import read_break_even
 from kvtier.errors import ConfigError
+from kvtier.plan.break_even import BreakEven
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,18 @@ def read_settings(vllm_config: VllmConfig, environ: Mapping[str, str] = os.envir
     if transfer.kv_role != "kv_both":
         raise ConfigError(f'kv_role is {transfer.kv_role!r}: kvtier both stores and loads, set "kv_role": "kv_both"')
     return load_config(extra, environ=environ)
+
+
+def read_costs(vllm_config: VllmConfig, config: Config) -> BreakEven | None:
+    """The break-even file of this model; None where none is set. Raises ConfigError."""
+    if config.prefix_cache_break_even_path is None and config.load_planner == "off":
+        return None
+    model, cache_type = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
+    served = model.served_model_name or []
+    names = [model.model, *([served] if isinstance(served, str) else served)]
+    own_type = str(model.dtype).removeprefix("torch.")
+    types = [own_type, "auto"] if cache_type in ("auto", own_type) else [cache_type]
+    return read_break_even(config, models=names, kv_dtypes=types)
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
