@@ -635,3 +635,17 @@ class StoreMachine(RuleBasedStateMachine):
 
 StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestStoreMachine = StoreMachine.TestCase
+
+
+def test_bytes_that_move_are_counted_while_they_do() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0, 1, 2, 3)
+    assert store.moving_bytes() == (0, 4 * SLOT)
+    finish_writes(store)
+    store_parts(store, 4)
+    finish_writes(store)
+    assert store.moving_bytes() == (0, 0)
+    store.begin_load(parts(0, 1, 2), "r", 1.0)
+    assert store.moving_bytes() == (SLOT, 0), "the two others are in DRAM"
+    assert store.end_load("r", 1.0)
+    assert store.moving_bytes() == (0, 0)
