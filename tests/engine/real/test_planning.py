@@ -9,6 +9,7 @@ import pytest
 from tests.engine.real.cases import CASES, LLAMA, LOGPROBS, Case, assert_same, counters_of, kvtier_settings, text
 from tests.engine.real.conftest import Fork
 
+from kvtier.cli.main import main
 from kvtier.testing.vllm.driver import Answer, Engine
 
 pytestmark = pytest.mark.engine
@@ -218,3 +219,36 @@ def test_what_is_priced_is_what_is_loaded(
     assert len(pairs) >= 2
     for priced, loaded in pairs:
         assert priced == loaded
+
+
+def test_the_file_that_the_benchmark_writes_serves_its_model(
+    fork: Fork, checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = checkpoint("llama"), tmp_path / "measured.json"
+    settings = {
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": 32,
+        "kv_cache_memory_bytes": 8 << 20,
+        "seed": 0,
+    }
+    arguments = ["--model", str(model), "--disk", str(tmp_path), "--json", str(file), "--tokens", "60,128,384"]
+    sizes = ["--repeats", "2", "--dram", "48MiB", "--disk-bytes", "256MiB"]
+    assert main(["bench", "break-even", *arguments, *sizes, "--engine", json.dumps(settings)]) == 0
+    assert "loading from disk" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert list(content["curves"]["g_ssd"]["knots"]) == ["64", "128", "384"]
+    assert all(content["curves"][name]["floor"] > 0 for name in ("f", "g_ssd", "g_mem"))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("kvtier-bench-")] == []
+
+    def serve() -> dict[str, float]:
+        planned = kvtier_settings(None, prefix_cache_break_even_path=str(file), load_planner="on")
+        with LLAMA.engine(model, kvtier=planned) as engine:
+            cold, hit = engine.ask(LLAMA.long, logprobs=LOGPROBS), again(engine, LLAMA.long)
+            assert_same(hit, cold, "planned")
+            engine.settle()
+            return counters_of(engine)
+
+    counters = fork(serve)
+    decided = sum(counters.get(name, 0) for name in ("gate_declined", "planner_admitted", "planner_declined"))
+    assert decided == 1 or counters.get("gate_withheld")

@@ -71,16 +71,21 @@ def read_settings(vllm_config: VllmConfig, environ: Mapping[str, str] = os.envir
     return load_config(extra, environ=environ)
 
 
+def kv_type_names(vllm_config: VllmConfig) -> list[str]:
+    """What the type of this engine's KV cache may be called, "auto" too where it is the model's own."""
+    cache_type = str(vllm_config.cache_config.cache_dtype)
+    own_type = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return [own_type, "auto"] if cache_type in ("auto", own_type) else [cache_type]
+
+
 def read_costs(vllm_config: VllmConfig, config: Config) -> BreakEven | None:
     """The break-even file of this model; None where none is set. Raises ConfigError."""
     if config.prefix_cache_break_even_path is None and config.load_planner == "off":
         return None
-    model, cache_type = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
+    model = vllm_config.model_config
     served = model.served_model_name or []
     names = [model.model, *([served] if isinstance(served, str) else served)]
-    own_type = str(model.dtype).removeprefix("torch.")
-    types = [own_type, "auto"] if cache_type in ("auto", own_type) else [cache_type]
-    return read_break_even(config, models=names, kv_dtypes=types)
+    return read_break_even(config, models=names, kv_dtypes=kv_type_names(vllm_config))
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:

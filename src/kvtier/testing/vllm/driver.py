@@ -119,14 +119,14 @@ class Engine:
     """One vLLM engine in this process (workers in processes of their own when tensor parallel).
 
     Args:
-        model: directory of the checkpoint.
+        model: directory of the checkpoint, or what else vLLM takes for a model.
         kvtier: settings of the connector; None runs the engine without one.
         settings: further arguments of `vllm.engine.arg_utils.EngineArgs`.
 
     Use as a context manager, or call `close`: an engine not closed leaves its workers behind.
     """
 
-    def __init__(self, model: Path, *, kvtier: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(self, model: Path | str, *, kvtier: Mapping[str, Any] | None = None, **settings: Any) -> None:
         import_vllm()
         from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
 
@@ -162,6 +162,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def vllm_config(self) -> Any:
+        """vLLM's configuration, after start."""
+        return self._engine.vllm_config
 
     @property
     def block_tokens(self) -> int:
