@@ -203,7 +203,7 @@ def load(plan: Plan) -> Samples:
     """`g_ssd` and `g_mem`: every prompt is found on disk, then in memory."""
     samples = Samples()
     with plan.start(kvtier=plan.kvtier()) as engine:
-        samples.facts = _facts(engine)
+        samples.facts = engine.facts()
         for curve in ("g_ssd", "g_mem"):
             _floor(engine, plan, samples, curve)
         for tokens in plan.lengths(engine):
@@ -248,22 +248,6 @@ def _loaded(engine: "Engine", tier: str) -> float:
 def _check(holds: bool, words: str) -> None:
     if not holds:
         raise AssertionError(words)
-
-
-def _facts(engine: "Engine") -> dict[str, Any]:
-    import vllm
-    from vllm.platforms import current_platform
-
-    from kvtier.engine.vllm.startup import kv_type_names
-
-    config = engine.vllm_config
-    manager = engine.scheduler.connector.connector_scheduler.manager
-    return {
-        "kv_dtype": kv_type_names(config)[0],
-        "kv_bytes_per_token": round(manager.bytes_per_token * config.parallel_config.world_size),
-        "gpu_model": str(current_platform.get_device_name()),
-        "vllm": vllm.__version__,
-    }
 
 
 def disk_model(path: Path) -> str:

@@ -268,7 +268,8 @@ class _File:
             self.fail(
                 "model_name",
                 model,
-                f"the model that is served is {next(iter(models), '')!r}; give the file measured with it, or measure one",
+                f"the model that is served is {next(iter(models), '')!r}; give the file measured with it, measure one, or, where it is the same "
+                "model, give vLLM this name too (--served-model-name)",
             )
         dtype = data.get("kv_dtype")
         if dtype is None:

@@ -249,6 +249,18 @@ class TieredStore:
             length += 1
         return Run(length, pending)
 
+    def resident_bytes(self, keys: Sequence[Key]) -> tuple[int, int]:
+        """Bytes of these parts on one rank: of all of them, and of those that are not in DRAM. A part that is nowhere counts as one of group 0."""
+        dram, disk, sizes, ready = self._dram, self._disk, self.limits.slot_bytes, _State.READY
+        near = away = 0
+        for key in keys:
+            slot = dram.get(key)
+            if slot is not None and slot.state is ready:
+                near += sizes[slot.group]
+            else:
+                away += sizes[disk.get(key, 0)]
+        return near + away, away
+
     def moving_bytes(self) -> tuple[int, int]:
         """Bytes of one rank that loads are reading from disk, and bytes that are being written to it."""
         reading = sum(load.disk_bytes for load in self._loads.values())

@@ -184,12 +184,7 @@ class KVTierManager(OffloadingManager):
     def resident_bytes(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
         """Bytes of these parts on one rank: of all of them, and of those that are not in DRAM."""
         assert self.store is not None, "what is asked for was found, and hits follow the handshake"
-        total = away = 0
-        for key in keys:
-            size = self.store.limits.slot_bytes[self._group_of[get_offload_group_idx(key)]]
-            total += size
-            away += 0 if self.store.source(key) is Source.DRAM else size
-        return total, away
+        return self.store.resident_bytes(keys)
 
     def moving_bytes(self) -> tuple[int, int]:
         """Bytes of one rank that loads are reading from disk, and bytes that are being written to it."""

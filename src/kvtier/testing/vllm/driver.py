@@ -163,10 +163,21 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def vllm_config(self) -> Any:
-        """vLLM's configuration, after start."""
-        return self._engine.vllm_config
+    def facts(self) -> dict[str, Any]:
+        """What was measured with an engine that has kvtier holds for: `kv_dtype`, `kv_bytes_per_token`, `gpu_model`, `vllm` (its version)."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        from kvtier.engine.vllm.startup import kv_type_names
+
+        config = self._engine.vllm_config
+        manager = self.scheduler.connector.connector_scheduler.manager
+        return {
+            "kv_dtype": kv_type_names(config)[0],
+            "kv_bytes_per_token": round(manager.bytes_per_token * config.parallel_config.world_size),
+            "gpu_model": str(current_platform.get_device_name()),
+            "vllm": vllm.__version__,
+        }
 
     @property
     def block_tokens(self) -> int:
