@@ -147,8 +147,7 @@ class LoadPlanner:
     def decide(self, candidate: Candidate, stage: Callable[[], bool]) -> Decision:
         """The answer to one request, booked.
 
-        `stage` is called where the answer would be DEFER for the first time: it asks for the parts to be staged into memory, and
-        says whether they will be.
+        `stage` is called where the answer would be DEFER for the first time: whether its parts can be staged into memory.
         """
         queues = self._queues
         name, prompt, computed, restorable = candidate[:4]

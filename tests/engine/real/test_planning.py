@@ -93,9 +93,10 @@ def test_of_a_request_below_the_break_even_nothing_is_stored_until_it_has_grown(
     fork(scenario)
 
 
+@pytest.mark.parametrize("stuck", [False, True], ids=["staged", "late"])
 @pytest.mark.parametrize("case", [LLAMA, GEMMA], ids=lambda case: case.model)
 def test_the_planner_serves_the_right_tokens_whatever_it_decides(
-    case: Case, fork: Fork, checkpoint: Callable[[str], Path], tmp_path: Path
+    case: Case, stuck: bool, fork: Fork, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = checkpoint(case.model)
     prompts = [case.long, *(text(20 + n, 3 * case.block_tokens + 7) for n in range(3))]
@@ -106,27 +107,35 @@ def test_the_planner_serves_the_right_tokens_whatever_it_decides(
             engine.settle()
             return answers
 
-    def serve() -> tuple[list[Answer], dict[str, float], list[int]]:
+    def serve() -> tuple[list[Answer], dict[str, float]]:
         file = break_even(tmp_path, model, curves=CURVES, break_even_ssd_tokens=0, break_even_mem_tokens=0)
         settings = kvtier_settings(
-            tmp_path, prefix_cache_break_even_path=file, load_planner="on", load_planner_defer_deadline_max_s=0.3
+            tmp_path,
+            prefix_cache_break_even_path=file,
+            load_planner="on",
+            load_planner_defer_tolerance=1000,
+            load_planner_defer_deadline_max_s=0.3 if stuck else 60,
         )
-        staged: list[int] = []
         with case.engine(model, kvtier=settings) as engine:
             scheduler = engine.scheduler.connector.connector_scheduler
-            # Promises to stage and does not: every deferred request runs into its deadline.
-            scheduler.planner.preload = lambda keys, context: staged.append(len(keys)) is None
+            if stuck:
+                # Promises to stage and does not: every deferred request runs into its deadline.
+                scheduler.manager.preload = lambda parts, request_id: True
             answers = engine.answer(prompts, logprobs=LOGPROBS)
             engine.settle()
             assert scheduler.planner._planner.armed_count == 0
-            return answers, counters_of(engine), staged
+            return answers, counters_of(engine)
 
     expected = fork(fill)
-    answers, counters, staged = fork(serve)
+    answers, counters = fork(serve)
     for answer, reference in zip(answers, expected, strict=True):
         assert_same(answer, reference, "planned")
         assert answer.external_tokens == case.whole_blocks(answer.prompt_tokens)
-    assert counters["planner_deferred"] == counters["planner_late"] == len(staged) > 0
+    assert counters["planner_deferred"] > 0
+    if stuck:
+        assert counters["planner_late"] == counters["planner_deferred"]
+    else:
+        assert "planner_late" not in counters and counters["preload_used_parts"] == counters["preload_parts"] > 0
     assert counters["planner_admitted"] == len(prompts)
 
 
@@ -150,16 +159,27 @@ def test_an_aborted_request_that_was_deferred_leaves_nothing(
             load_planner_defer_deadline_max_s=1000,
         )
         with LLAMA.engine(model, kvtier=settings) as engine:
-            planner = engine.scheduler.connector.connector_scheduler.planner
-            planner.preload = lambda keys, context: True
+            scheduler = engine.scheduler.connector.connector_scheduler
+            planner, manager = scheduler.planner, scheduler.manager
+            room_bytes = manager.preload_room_bytes()
+            assert room_bytes > 0
             other = engine.submit(text(9, 40), max_tokens=64)
             deferred = engine.submit(LLAMA.long, max_tokens=4)
+            # It is staged for ever: the worker hears of no read.
+            manager.store.take_actions = list
             engine.step_until(lambda: planner._last, deadline_s=30, what="a decision")
+            assert manager.preload_room_bytes() < room_bytes
             assert planner._planner.armed_count == 1 and engine.unfinished(deferred)
             engine.abort(deferred)
             engine.result(other)
-            engine.settle()
-            kept = (planner._waiting, planner._prefilling, planner._last, planner._planner._deadlines_s)
+            assert manager.preload_room_bytes() == room_bytes
+            kept = (
+                planner._waiting,
+                planner._prefilling,
+                planner._last,
+                planner._staged,
+                planner._planner._deadlines_s,
+            )
             assert not any(kept), kept
 
     fork(fill)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this environment: make test has it")
-from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.request import RequestStatus
 
 from kvtier.config import Config
@@ -18,7 +18,7 @@ from kvtier.engine.vllm.planning import RequestPlanner
 from kvtier.errors import ConfigError
 from kvtier.plan.break_even import BreakEven, Curve, Curves
 from kvtier.plan.planner import Decision
-from kvtier.store.moves import WriteDone, WriteParts
+from kvtier.store.moves import ReadDone, ReadParts, WriteDone, WriteParts
 
 pytestmark = pytest.mark.engine
 ADMIT, DEFER, DECLINE = Decision.ADMIT, Decision.DEFER, Decision.DECLINE
@@ -43,7 +43,7 @@ class Setup:
         self.manager = KVTierManager(config, [0], [PART_TOKENS], self.clock)
         self.keys = [make_offload_key(n.to_bytes(32, "big"), 0) for n in range(on_disk + in_dram)]
         entries = [(bytes(key), PART_TOKENS) for key in self.keys[:on_disk]]
-        self.manager.begin([KVTierHandshake((SLOT,), 64 * SLOT, 512 * SLOT, 0, entries)])
+        self.manager.begin([KVTierHandshake((SLOT,), 200 * SLOT, 512 * SLOT, 0, entries)])
         context = ReqContext(req_id="filler")
         if in_dram:
             self.manager.prepare_store(self.keys[on_disk:], context)
@@ -52,7 +52,6 @@ class Setup:
                 if isinstance(action, WriteParts):
                     self.manager.apply([WriteDone(action.move_id, {})])
         self.planner = RequestPlanner(config, costs, self.manager)
-        self.staged: list[Sequence[Any]] = []
 
     def arrive(self, name: str, prompt_tokens: int) -> Any:
         self.planner.arrived(name)
@@ -62,9 +61,7 @@ class Setup:
 
     def ask(self, request: Any, parts: Sequence[int], computed_tokens: int = 0) -> Decision:
         keys = [self.keys[n] for n in parts]
-        return self.planner.answer(
-            request, computed_tokens, len(keys) * PART_TOKENS, lambda: keys, ReqContext(req_id=request.request_id)
-        )
+        return self.planner.answer(request, computed_tokens, len(keys) * PART_TOKENS, lambda: keys)
 
     def step(self, *asked: tuple[Any, Sequence[int]], to_s: float = 0.0) -> list[Decision]:
         self.clock.now_s = max(self.clock.now_s, to_s)
@@ -72,12 +69,9 @@ class Setup:
         self.planner.end_step()
         return decisions
 
-    def let_stage(self) -> None:
-        def preload(keys: Sequence[Any], context: ReqContext) -> bool:
-            self.staged.append(keys)
-            return True
-
-        self.planner.preload = preload
+    def reads(self) -> list[ReadParts]:
+        """What was asked to be read ahead since the last call."""
+        return [action for action in self.manager.take_actions() if isinstance(action, ReadParts)]
 
     def counts(self) -> dict[str, int]:
         assert self.manager.store is not None
@@ -92,7 +86,7 @@ def test_without_settings_everything_is_admitted_and_nothing_looked_up() -> None
         raise AssertionError("nobody needs them")
 
     request = setup.arrive("a", 150)
-    assert setup.planner.answer(request, 0, 100, keys, ReqContext(req_id="a")) is ADMIT
+    assert setup.planner.answer(request, 0, 100, keys) is ADMIT
     assert not setup.planner.withholds(request) and not setup.counts()
 
 
@@ -121,10 +115,9 @@ def test_nothing_of_a_request_below_the_break_even_is_stored() -> None:
 
 def test_the_planner_declines_defers_and_admits() -> None:
     setup = Setup(BreakEven(curves=CURVES), on_disk=60, in_dram=5, load_planner="on")
-    setup.let_stage()
     long, short, dram = setup.arrive("long", 6050), setup.arrive("short", 120), setup.arrive("dram", 520)
     assert setup.step((long, range(60)), (short, range(1)), (dram, range(60, 65))) == [DEFER, ADMIT, ADMIT]
-    assert [len(keys) for keys in setup.staged] == [60]
+    assert [len(action.parts) for action in setup.reads()] == [60]
     for request in (short, dram):
         setup.planner.scheduled(request.request_id)
         request.status, request.num_computed_tokens = RequestStatus.RUNNING, request.num_tokens
@@ -132,20 +125,68 @@ def test_the_planner_declines_defers_and_admits() -> None:
     # Twice its 0.6 s of disk.
     assert setup.step((long, range(60)), to_s=1.21) == [ADMIT]
     assert setup.counts() == {"planner_deferred": 1, "planner_admitted": 3, "planner_late": 1}
-    assert len(setup.staged) == 1
+    assert setup.reads() == [] and setup.manager.is_reading_ahead, "asked for once, and under way"
 
 
-def test_without_a_preload_nothing_is_deferred() -> None:
-    setup = Setup(BreakEven(curves=CURVES), on_disk=60, load_planner="on")
+def test_what_is_staged_in_time_is_loaded_from_dram() -> None:
+    setup = Setup(BreakEven(curves=CURVES), on_disk=30, load_planner="on")
+    a, _ = setup.arrive("a", 3050), setup.arrive("b", 100)
+    assert setup.step((a, range(30))) == [DEFER]
+    (read,) = setup.reads()
+    assert setup.step((a, range(30)), to_s=0.1) == [DEFER]
+    setup.manager.apply([ReadDone(read.move_id, {})])
+    assert setup.step((a, range(30)), to_s=0.2) == [ADMIT]
+    assert setup.counts() == {"planner_deferred": 1, "planner_admitted": 1}
+    assert setup.manager.resident_bytes(setup.keys).away_bytes == 0
+
+
+def test_staging_begins_when_no_load_reads_from_disk() -> None:
+    setup = Setup(BreakEven(curves=CURVES), on_disk=40, load_planner="on")
+    reader = ReqContext(req_id="reader")
+    setup.manager.prepare_load(setup.keys[30:], reader)
+    a, _ = setup.arrive("a", 3050), setup.arrive("b", 100)
+    assert setup.step((a, range(30))) == [DEFER] and setup.reads() == []
+    setup.manager.complete_load(setup.keys[30:], reader)
+    assert setup.step((a, range(30)), to_s=0.1) == [DEFER] and len(setup.reads()) == 1
+
+
+def test_a_request_declined_after_all_lets_go_of_what_was_staged_for_it() -> None:
+    slow = CURVES._replace(g_ssd=Curve(0.01, {1000: 1.52}))  # 1.5 s of disk against 1 s of recomputing
+    setup = Setup(BreakEven(curves=slow), on_disk=10, load_planner="on")
+    busy, hit = setup.arrive("busy", 5000), setup.arrive("hit", 1010)
+    before = setup.manager.preload_room_bytes()
+    assert setup.planner.answer(busy, 0, 0, list) is ADMIT
+    assert setup.step((hit, range(10))) == [DEFER]
+    assert before - setup.manager.preload_room_bytes() == 10 * SLOT
+    setup.planner.ended(busy)
+    assert setup.step((hit, range(10)), to_s=0.1) == [DECLINE]
+    assert setup.manager.preload_room_bytes() == before
+
+
+def test_lookups_of_the_planner_see_through_reads_and_hurry_none() -> None:
+    setup = Setup(BreakEven(curves=CURVES), on_disk=30, load_planner="on")
+    a, _ = setup.arrive("a", 3050), setup.arrive("b", 100)
+    context = ReqContext(req_id="a")
+    assert setup.step((a, range(30))) == [DEFER] and len(setup.reads()) == 1
+    with setup.manager.through_reads():
+        assert setup.manager.leading_run(setup.keys, context) == (30, False)
+        assert setup.manager.lookup(setup.keys[0], context) is LookupResult.HIT
+    assert setup.manager.take_actions() == []
+    assert setup.manager.leading_run(setup.keys, context) == (30, True)
+    assert [type(action).__name__ for action in setup.manager.take_actions()] == ["HurryReads"]
+
+
+def test_without_room_to_stage_nothing_is_deferred() -> None:
+    setup = Setup(BreakEven(curves=CURVES), on_disk=60, load_planner="on", io_depth=180)
     a, b = setup.arrive("a", 3050), setup.arrive("b", 3050)
     assert setup.step((a, range(30)), (b, range(30, 60))) == [ADMIT, ADMIT]
 
 
 def test_what_runs_is_booked_until_its_prompt_is_computed() -> None:
     slow = CURVES._replace(g_ssd=Curve(0.01, {1000: 1.52}))  # 1.5 s of disk against 1 s of recomputing
-    setup = Setup(BreakEven(curves=slow), on_disk=10, load_planner="on")
+    setup = Setup(BreakEven(curves=slow), on_disk=10, load_planner="on", io_depth=200)
     cold, hit = setup.arrive("cold", 5000), setup.arrive("hit", 1010)
-    assert setup.planner.answer(cold, 0, 0, list, ReqContext(req_id="cold")) is ADMIT
+    assert setup.planner.answer(cold, 0, 0, list) is ADMIT
     assert setup.step((hit, range(10))) == [ADMIT], "ahead in the queue of this step: the GPU is busy for 5 s"
     setup.planner.scheduled("cold")
     for computed, status, expected in (
@@ -178,7 +219,6 @@ def test_reads_and_writes_under_way_are_booked() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_an_ended_request_leaves_nothing(late: bool) -> None:
     setup = Setup(BreakEven(600, 600, CURVES), on_disk=60, load_planner="on")
-    setup.let_stage()
     requests = [setup.arrive(str(n), 3050) for n in range(20)]
     for to_s in (0.0, 9.0 if late else 0.1):
         setup.step(*((request, range(30)) for request in requests), to_s=to_s)
@@ -186,6 +226,7 @@ def test_an_ended_request_leaves_nothing(late: bool) -> None:
     for request in requests:
         setup.planner.ended(request)
         setup.planner.ended(request)
+    assert not setup.planner._staged
     kept = (setup.planner._waiting, setup.planner._prefilling, setup.planner._last, setup.planner._planner._deadlines_s)
     assert not any(kept), kept
 

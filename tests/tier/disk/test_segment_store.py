@@ -374,13 +374,15 @@ def test_a_rebuild_brings_back_nothing_of_an_older_generation(tmp_path: Path) ->
     store = open_store(tmp_path)
     write_parts(store, {key: sealed(key, 1, 1) for key in keys(6)})
     store.reset(2)
-    late = {key: sealed(key, 2, 1, generation=2) for key in keys(2, 50)}
+    store.close(WAIT_S)
+    store = open_store(tmp_path)
+    late = {key: sealed(key, 2, 1, generation=3) for key in keys(2, 50)}
     write_parts(store, late)
     store.close(WAIT_S)
     (store.directory / "catalog.sqlite").write_bytes(b"junk" * 4096)
     store = open_store(tmp_path)
     assert {entry.key for entry in store.entries()} == set(late)
-    assert store.generation == 2
+    assert store.generation == 3
     store.close(WAIT_S)
 
 

@@ -1,8 +1,10 @@
 """The scheduler's side of offloading: vLLM's manager interface over TieredStore."""
 
+import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -19,19 +21,22 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import Config
-from kvtier.engine.opening import store_limits
+from kvtier.engine.opening import open_presence, store_limits
 from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, Outcome, Source
-from kvtier.store.tiered import Part, Presence, Run, TieredStore
+from kvtier.store.moves import Action, CommitParts, DeleteParts, Outcome, Source
+from kvtier.store.tiered import Part, Presence, Resident, Run, TieredStore
+from kvtier.tier.disk.presence import SharedPresence
 
 logger = logging.getLogger(__name__)
 
 _HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DISK}
 
 _ADVISE_EVERY_S = 10.0
+_ASKED_FIRST = 64
+_ASKED_MORE = 4
 
 
 class KVTierManager(OffloadingManager):
@@ -64,6 +69,9 @@ class KVTierManager(OffloadingManager):
         self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
+        self.shared: SharedPresence | None = None
+        self._looking_ahead = False
+        self._through_reads = False
 
     # ---- start
 
@@ -88,10 +96,21 @@ class KVTierManager(OffloadingManager):
             part_tokens=self._part_tokens,
         )
         generation = max(rank.generation for rank in ranks)
+        if any(rank.shared != first.shared for rank in ranks):
+            raise StoreUnavailableError(
+                f"ranks store below {sorted({str(rank.shared and rank.shared.model_directory) for rank in ranks})}: all have to use one "
+                "shared_storage_path, mounted at the same place"
+            )
+        if first.shared is not None:
+            self.shared = open_presence(
+                self.config, first.shared, ranks=len(ranks), generation=generation, clock=self._clock
+            )
         self.store = TieredStore(limits, generation=generation)
         if any(rank.generation != generation for rank in ranks):
             logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
-            self.store.reset(self._clock())
+            self.reset_cache()
+            return
+        if self.shared is not None:
             return
         found = [{key for key, _ in rank.entries} for rank in ranks]
         common = set.intersection(*found)
@@ -116,25 +135,76 @@ class KVTierManager(OffloadingManager):
         store = self._started()
         if store is None or req_context.req_id in self._declined:
             return LookupResult.MISS
-        presence = store.presence(key)
+        known = self._ask([key], store)
+        presence = store.presence(key, through_reads=self._through_reads)
+        if presence is Presence.HIT:
+            return LookupResult.HIT
         if presence is Presence.PENDING:
+            store.hurry([key] if not (self._looking_ahead or self._through_reads) else [])
             return LookupResult.HIT_PENDING if self._may_wait(req_context.req_id, store) else LookupResult.MISS
-        return LookupResult.HIT if presence is Presence.HIT else LookupResult.MISS
+        if known < 1:
+            return LookupResult.RETRY if self._may_wait(req_context.req_id, store) else LookupResult.MISS
+        return LookupResult.MISS
 
     def leading_run(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Run:
         """How much of a request's prefix is there; past the lookup deadline only what is there now counts."""
         store = self._started()
         if store is None or req_context.req_id in self._declined:
             return Run(0, False)
-        run = store.leading_run(keys)
+        if self.shared is not None:
+            run = self._shared_run(keys, store)
+        else:
+            run = store.leading_run(keys, through_reads=self._through_reads)
+        if run.pending and not (self._looking_ahead or self._through_reads):
+            store.hurry(keys[: run.length])
         if run.pending and not self._may_wait(req_context.req_id, store):
             ready = 0
-            while ready < run.length and store.presence(keys[ready]) is Presence.HIT:
+            while ready < run.length and store.presence(keys[ready], through_reads=self._through_reads) is Presence.HIT:
                 ready += 1
             return Run(ready, False)
         return run
 
+    def _ask(self, keys: Sequence[OffloadKey], store: TieredStore) -> int:
+        """Bring the store up to date on what a shared disk has of `keys`. Returns how many, from the first on, are known; the rest is being asked."""
+        if self.shared is None:
+            return len(keys)
+        elsewhere = [place for place, key in enumerate(keys) if store.source(key) is not Source.DRAM]
+        answers = self.shared.lookup([keys[place] for place in elsewhere])
+        now_s = self._clock()
+        there: dict[int, list[bytes]] = {}
+        gone: list[bytes] = []
+        known = len(keys)
+        for place, answer in zip(elsewhere, answers, strict=True):
+            if answer:
+                there.setdefault(self._group_of[get_offload_group_idx(keys[place])], []).append(keys[place])
+            else:
+                gone.append(keys[place])
+                if answer is None:
+                    known = min(known, place)
+        for group, found in there.items():
+            store.believe(found, group, now_s)
+        store.disbelieve(gone, now_s)
+        return known
+
+    def _shared_run(self, keys: Sequence[OffloadKey], store: TieredStore) -> Run:
+        """The leading run where a shared disk has to be asked: a few keys first, for most prompts are new, then more and more."""
+        length, window, pending = 0, _ASKED_FIRST, False
+        while length < len(keys):
+            batch = keys[length : length + window]
+            known = self._ask(batch, store)
+            run = store.leading_run(batch, through_reads=self._through_reads)
+            length += run.length
+            pending |= run.pending
+            if run.length < len(batch):
+                # What follows a hole is believed of nobody: it would keep what is computed now from being stored.
+                store.disbelieve(keys[length:], self._clock())
+                return Run(length, pending or run.length >= known)
+            window *= _ASKED_MORE
+        return Run(length, pending)
+
     def _may_wait(self, req_id: str, store: TieredStore) -> bool:
+        if self._looking_ahead:
+            return True
         now_s = self._clock()
         since_s = self._waiting_since_s.setdefault(req_id, now_s)
         if now_s - since_s < self.config.lookup_deadline_s:
@@ -181,8 +251,31 @@ class KVTierManager(OffloadingManager):
         sizes = self.store.limits.slot_bytes
         return sum(size / tokens for size, tokens in zip(sizes, self._part_tokens, strict=True))
 
-    def resident_bytes(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
-        """Bytes of these parts on one rank: of all of them, and of those that are not in DRAM."""
+    @contextlib.contextmanager
+    def through_reads(self) -> Iterator[None]:
+        """Lookups inside take what is being read ahead for what lies on disk: they neither wait for it nor hurry it."""
+        self._through_reads = True
+        try:
+            yield
+        finally:
+            self._through_reads = False
+
+    @property
+    def is_reading_ahead(self) -> bool:
+        """Whether anything is being read ahead."""
+        return self.store is not None and self.store.is_reading_ahead
+
+    def preload_room_bytes(self) -> int:
+        """How much more may be read ahead, on one rank."""
+        return self.store.preload_room_bytes() if self.store is not None else 0
+
+    def release_preload(self, req_id: str) -> None:
+        """A request will not load what was read ahead for it."""
+        if self.store is not None:
+            self.store.release_preload(req_id, self._clock())
+
+    def resident_bytes(self, keys: Sequence[OffloadKey]) -> Resident:
+        """Where these parts are."""
         assert self.store is not None, "what is asked for was found, and hits follow the handshake"
         return self.store.resident_bytes(keys)
 
@@ -238,6 +331,27 @@ class KVTierManager(OffloadingManager):
         if self.store is not None:
             self.store.end_store(list(keys), self._clock())
 
+    # ---- preloads
+
+    @contextlib.contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """Lookups inside are for a request that is not up yet: they may wait as long as they like, and hurry nothing."""
+        self._looking_ahead = True
+        try:
+            yield
+        finally:
+            self._looking_ahead = False
+
+    def parts(self, keys: Sequence[OffloadKey]) -> list[Part]:
+        """What `preload` takes."""
+        return [Part(key, self._group_of[get_offload_group_idx(key)]) for key in keys]
+
+    def preload(self, wanted: Sequence[Part], req_id: str) -> bool:
+        """Read ahead what a waiting request will load. False if there is more to read, later."""
+        if self.store is None or req_id in self._declined:
+            return True
+        return self.store.preload(wanted, req_id, self._clock())
+
     # ---- requests, steps, outcomes
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -249,6 +363,8 @@ class KVTierManager(OffloadingManager):
         self._last_stored.pop(req_context.req_id, None)
         self._waiting_since_s.pop(req_context.req_id, None)
         self._declined.discard(req_context.req_id)
+        if self.store is not None:
+            self.store.release_preload(req_context.req_id, self._clock())
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if self.store is not None:
@@ -264,14 +380,32 @@ class KVTierManager(OffloadingManager):
 
     def take_actions(self) -> list[Action]:
         """What the ranks have to do in this step."""
-        return self.store.take_actions() if self.store is not None else []
+        if self.store is None:
+            return []
+        actions = self.store.take_actions()
+        if self.shared is None:
+            return actions
+        for action in actions:
+            if isinstance(action, CommitParts):
+                self.shared.publish(action.keys)
+            elif isinstance(action, DeleteParts):
+                self.shared.uncommit(action.keys)
+        return [action for action in actions if not isinstance(action, CommitParts)]
 
     def has_pending_work(self) -> bool:
         return self.store is not None and self.store.has_pending()
 
     def reset_cache(self) -> None:
         if self.store is not None:
-            self.store.reset(self._clock())
+            # On a shared disk others count generations too: one that no engine has ever taken, and a later one than all of them.
+            fresh = time.time_ns() // 10**6 << 20 | secrets.randbits(19) << 1 if self.shared is not None else 0
+            self.store.reset(self._clock(), max(fresh, self.store.generation + 1))
+            if self.shared is not None:
+                self.shared.reset(self.store.generation)
+
+    def shutdown(self) -> None:
+        if self.shared is not None:
+            self.shared.close(self.config.close_deadline_s)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self.store is None:

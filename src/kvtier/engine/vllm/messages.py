@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.store.moves import Action, Outcome, PartPlace
+from kvtier.tier.disk.shared_layout import SharedLayout
 
 
 class PartsSpec(LoadStoreSpec):
@@ -58,6 +59,7 @@ class KVTierHandshake(KVConnectorHandshakeMetadata):
         disk_bytes: what its disk store holds at most, 0 for none.
         generation: the epoch that its disk store serves.
         entries: key and depth in tokens of each part on its disk, oldest use first.
+        shared: where its parts are on a filesystem that other engines share, which is asked instead of `entries`.
     """
 
     slot_bytes: tuple[int, ...]
@@ -65,3 +67,4 @@ class KVTierHandshake(KVConnectorHandshakeMetadata):
     disk_bytes: int
     generation: int
     entries: list[tuple[bytes, int]]
+    shared: SharedLayout | None = None

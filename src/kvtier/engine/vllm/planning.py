@@ -5,9 +5,9 @@ the planner's. A request that was given an answer and is running, or loading, is
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import RequestStatus
 
 from kvtier.config import Config
@@ -18,43 +18,37 @@ from kvtier.plan.planner import Booked, Candidate, Decision, LoadPlanner
 _AT_WORK = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
-class Preload(Protocol):
-    """Asks for parts to be brought into DRAM for a request. Called once a request, for all parts that its load needs."""
-
-    def __call__(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
-        """Whether they will be; False where there is no room for them. What the request no longer needs when it ends is let go then."""
-
-
 class RequestPlanner:
     """The gate and the planner of one engine.
 
     Args:
         config: the settings.
         costs: the break-even file, None for none.
-        manager: where parts are, what moves, the clock, and the counters.
+        manager: where parts are, what moves, preloads, the clock, and the counters.
 
     Attributes:
-        preload: stages what is deferred. Without it nothing is: waiting would bring nothing.
+        plans: whether the planner is on.
     """
 
     def __init__(self, config: Config, costs: BreakEven | None, manager: KVTierManager) -> None:
-        self.preload: Preload | None = None
         self._config = config
         self._gate = costs or BreakEven()
         self._manager = manager
         self._planner: LoadPlanner | None = None
-        self._plans = config.load_planner == "on"
-        self._store_tokens_min = self._gate.store_tokens_min(has_disk=config.disk_path is not None)
+        self.plans = config.load_planner == "on"
+        has_disk = config.disk_path is not None or config.shared_storage_path is not None
+        self._store_tokens_min = self._gate.store_tokens_min(has_disk=has_disk)
         self._step_open = False
         self._waiting: set[str] = set()
         self._prefilling: dict[str, Any] = {}
         self._last: dict[str, Decision] = {}
+        self._staged: set[str] = set()
 
     # ---- the life of a request
 
     def arrived(self, request_id: str) -> None:
         """It is in vLLM's queue."""
-        if self._plans:
+        if self.plans:
             self._waiting.add(request_id)
 
     def scheduled(self, request_id: str) -> None:
@@ -67,6 +61,7 @@ class RequestPlanner:
         self._waiting.discard(request_id)
         self._prefilling.pop(request_id, None)
         self._last.pop(request_id, None)
+        self._staged.discard(request_id)
         if self._planner is not None:
             self._planner.forget(request_id)
         if self.withholds(request):
@@ -83,43 +78,51 @@ class RequestPlanner:
         return bool(request.num_tokens < self._store_tokens_min)
 
     def answer(
-        self,
-        request: Any,
-        computed_tokens: int,
-        hit_tokens: int,
-        keys: Callable[[], list[OffloadKey]],
-        context: ReqContext,
+        self, request: Any, computed_tokens: int, hit_tokens: int, keys: Callable[[], list[OffloadKey]]
     ) -> Decision:
         """What becomes of a request whose stored prefix has `hit_tokens` behind those that the engine has; `keys` are the parts of it."""
-        if not self._plans and (not hit_tokens or not (self._gate.ssd_tokens or self._gate.mem_tokens)):
-            return Decision.ADMIT
-        planner = self._open_step() if self._plans else None
+        planner = self._open_step() if self.plans else None
         decision = Decision.ADMIT
-        if hit_tokens:
-            wanted = keys()
-            total_bytes, away_bytes = self._manager.resident_bytes(wanted)
-            if self._gate.declines(hit_tokens, in_dram=not away_bytes):
-                decision = Decision.DECLINE
-                self._count(request.request_id, "gate_declined", decision)
-            elif planner is not None:
-                candidate = Candidate(
-                    request.request_id, request.num_tokens, computed_tokens, hit_tokens, total_bytes, away_bytes
-                )
-                decision = planner.decide(candidate, lambda: self._stage(wanted, context))
-                if decision is Decision.ADMIT and away_bytes and self._last.get(request.request_id) is Decision.DEFER:
-                    self._manager.count("planner_late")
-                self._count(request.request_id, f"planner_{_PAST[decision]}", decision)
-                if decision is Decision.DEFER:
-                    return decision
-                self._prefilling[request.request_id] = request
-                return decision
+        if hit_tokens and (planner is not None or self._gate.ssd_tokens or self._gate.mem_tokens):
+            decision = self._judge(planner, request, computed_tokens, hit_tokens, keys())
         if planner is not None:
-            planner.book_prefill(computed_tokens, request.num_tokens)
-            self._prefilling[request.request_id] = request
+            if not hit_tokens:
+                planner.book_prefill(computed_tokens, request.num_tokens)
+            if decision is not Decision.DEFER:
+                self._prefilling[request.request_id] = request
         return decision
 
-    def _stage(self, keys: Sequence[OffloadKey], context: ReqContext) -> bool:
-        return self.preload is not None and self.preload(keys, context)
+    def _judge(
+        self, planner: LoadPlanner | None, request: Any, computed_tokens: int, hit_tokens: int, keys: list[OffloadKey]
+    ) -> Decision:
+        request_id, resident = request.request_id, self._manager.resident_bytes(keys)
+        if self._gate.declines(hit_tokens, in_dram=not resident.away_bytes):
+            if planner is not None:
+                planner.book_prefill(computed_tokens, request.num_tokens)
+            self._count(request_id, "gate_declined", Decision.DECLINE)
+            return Decision.DECLINE
+        if planner is None:
+            return Decision.ADMIT
+        candidate = Candidate(
+            request_id, request.num_tokens, computed_tokens, hit_tokens, resident.total_bytes, resident.away_bytes
+        )
+        decision = planner.decide(candidate, lambda: self._manager.preload_room_bytes() >= resident.unread_bytes)
+        if decision is Decision.DEFER:
+            self._stage(request_id, keys)
+        elif self._last.get(request_id) is Decision.DEFER:
+            if decision is Decision.DECLINE:
+                self._manager.release_preload(request_id)
+            elif resident.away_bytes:
+                self._manager.count("planner_late")
+        self._count(request_id, f"planner_{_PAST[decision]}", decision)
+        return decision
+
+    def _stage(self, request_id: str, keys: Sequence[OffloadKey]) -> None:
+        """Read ahead what a deferred request will load, as soon as no load reads from disk."""
+        if request_id in self._staged or self._manager.moving_bytes()[0]:
+            return
+        if self._manager.preload(self._manager.parts(keys), request_id):
+            self._staged.add(request_id)
 
     def _count(self, request_id: str, counter: str, decision: Decision) -> None:
         """Once for each time that a request's answer changes: it is asked for at every step until vLLM has room for it."""

@@ -1,7 +1,10 @@
-"""Upstream's scheduling of offloading, with lookups by whole request, the break-even gate and the load planner."""
+"""Upstream's scheduling of offloading, with lookups by whole request, preloads for those that wait, the break-even gate and the load planner."""
 
+import contextlib
+import itertools
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -11,6 +14,7 @@ from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.planning import RequestPlanner
 from kvtier.engine.vllm.startup import read_costs
 from kvtier.plan.planner import Decision
+from kvtier.store.tiered import Part
 
 
 class _OnceAStep(logging.Filter):
@@ -26,6 +30,14 @@ HINTS = "kvtier"
 """Key of kvtier's own wishes in a request's kv_transfer_params."""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits, and the parts that it will load, once they are known."""
+
+    request: Any
+    wanted: list[Part] | None = None
+
+
 class KVTierScheduler(OffloadingConnectorScheduler):
     """Keeps every decision on groups, windows and fences upstream's."""
 
@@ -35,10 +47,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._seen: set[str] = set()
         self.planner = RequestPlanner(spec.settings, read_costs(vllm_config, spec.settings), self.manager)
-
-    def on_new_request(self, request: Any) -> None:
-        super().on_new_request(request)
-        self.planner.arrived(request.request_id)
+        # Requests that wait and have not all that they will load in DRAM yet, in order of arrival, which is vLLM's own unless priorities say otherwise.
+        self._waiting: dict[str, _Waiting] = {}
+        self.gpu_block_pool: Any = None
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, req: Any, group_config: Any, start_chunk_idx: int
@@ -49,7 +60,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **bounds: Any
     ) -> tuple[int | None, bool]:
-        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
+        # Where the planner decides whether to wait for what is being read ahead, a lookup says nothing of it.
+        with self.manager.through_reads() if self.planner.plans else contextlib.nullcontext():
+            answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
         if answer[0] is not None and request.request_id not in self._seen:
             self._seen.add(request.request_id)
             hints = (request.kv_transfer_params or {}).get(HINTS)
@@ -60,16 +73,17 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 self.manager.request_seen(
                     state.offload_keys, hit_count, hints if isinstance(hints, dict) else {}, group
                 )
-        return answer if answer[0] is None else self._planned(request, num_computed_tokens, answer[0])
+        return answer if answer[0] is None else self._planned(request, num_computed_tokens, answer[0], bounds)
 
-    def _planned(self, request: Any, num_computed_tokens: int, hit_tokens: int) -> tuple[int | None, bool]:
+    def _planned(
+        self, request: Any, num_computed_tokens: int, hit_tokens: int, bounds: dict[str, Any]
+    ) -> tuple[int | None, bool]:
         req_status = self._req_status[request.request_id]
         decision = self.planner.answer(
             request,
             num_computed_tokens,
             hit_tokens,
             lambda: self._keys_of_load(req_status, num_computed_tokens, hit_tokens),
-            req_status.req_context,
         )
         if decision is Decision.DEFER:
             return None, False
@@ -77,7 +91,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             # What the lookup has noted for a load that does not come.
             req_status.partial_tail_boundary = None
             req_status.update_num_hit_chunks(num_computed_tokens)
-            hit_tokens = 0
+            return 0, False
+        if hit_tokens and self.planner.plans and self.manager.is_reading_ahead:
+            # Now it waits for what is being read ahead, and hurries it.
+            answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
+            return answer
         return hit_tokens, hit_tokens > 0
 
     def _keys_of_load(self, req_status: Any, num_computed_tokens: int, hit_tokens: int) -> list[OffloadKey]:
@@ -97,10 +115,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             keys += own if window is None else own[-window:]
         return keys
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.planner.scheduled(request.request_id)
-
     def _calc_num_offloadable_tokens(self, req_status: Any, num_computed_tokens: int) -> int:
         if self.planner.withholds(req_status.req):
             return 0
@@ -109,6 +123,61 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self.planner.end_step()
         return super().build_connector_meta(scheduler_output)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        self.planner.arrived(request.request_id)
+        if self.manager.config.enable_preload and not request.skip_reading_prefix_cache:
+            self._waiting[request.request_id] = _Waiting(request)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._waiting.pop(request.request_id, None)
+        self.planner.scheduled(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def preload(self) -> None:
+        """Once a step: read ahead for the next requests that wait, as far as they are known to hit, the first of them first."""
+        ahead_max = self.manager.config.preload_lookahead_requests
+        for req_id, waiting in list(itertools.islice(self._waiting.items(), ahead_max)):
+            if waiting.wanted is None:
+                waiting.wanted = self._wanted(waiting.request)
+            if waiting.wanted is None:
+                continue
+            if not self.manager.preload(waiting.wanted, req_id):
+                return
+            del self._waiting[req_id]
+
+    def _wanted(self, request: Any) -> list[Part] | None:
+        """What the request would load from below if it were up now; None if that is being asked."""
+        req_status = self._req_status[request.request_id]
+        req_status.update_offload_keys()
+        local_tokens = self._tokens_in_engine(request)
+        req_status.num_locally_computed_tokens = local_tokens
+        with self.manager.looking_ahead():
+            hit_tokens = self._lookup_complete_chunks(req_status)
+        if hit_tokens is None:
+            return None
+        keys: list[OffloadKey] = []
+        for config, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
+            end = -(-(local_tokens + hit_tokens) // config.tokens_per_chunk)
+            mine = state.offload_keys[local_tokens // config.tokens_per_chunk : end]
+            window = config.load_window_size_in_chunks(local_tokens + hit_tokens)
+            keys += mine if window is None else mine[-window:]
+        return self.manager.parts(keys) if hit_tokens else []
+
+    def _tokens_in_engine(self, request: Any) -> int:
+        """How much of the request's prefix the engine's own cache has, where that is simply told: one group of layers, hashed block by block."""
+        config = self.config.kv_group_configs[0]
+        if self.gpu_block_pool is None or len(self.config.kv_group_configs) > 1:
+            return 0
+        if config.tokens_per_block != self.config.tokens_per_hash:
+            return 0
+        blocks = 0
+        for block_hash in request.block_hashes:
+            if self.gpu_block_pool.get_cached_block(block_hash, [config.group_idx]) is None:
+                break
+            blocks += 1
+        return blocks * int(config.tokens_per_block)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
@@ -120,6 +189,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def request_finished(self, request: Any) -> Any:
         self.planner.ended(request)
+        self._waiting.pop(request.request_id, None)
         req_status = self._req_status.get(request.request_id)
         if request.request_id in self._seen and req_status is not None:
             self._seen.discard(request.request_id)
