@@ -217,8 +217,8 @@ def test_what_is_priced_is_what_is_loaded(
             loaded: list[set[bytes]] = []
             keys_of_load, prepare_load = scheduler._keys_of_load, scheduler.manager.prepare_load
 
-            def pricing(*args: Any) -> Any:
-                keys = keys_of_load(*args)
+            def pricing(*args: Any, **more: Any) -> Any:
+                keys = keys_of_load(*args, **more)
                 priced.append(set(keys))
                 return keys
 

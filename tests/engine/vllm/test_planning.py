@@ -96,6 +96,7 @@ def test_the_gate_asks_where_all_parts_are() -> None:
     assert [setup.ask(a, range(5, 5 + n)) for n in (2, 3)] == [DECLINE, ADMIT]
     assert [setup.ask(a, range(n)) for n in (4, 5)] == [DECLINE, ADMIT]
     assert setup.ask(a, (4, 5, 6, 7)) is DECLINE, "one part on disk makes it a load from disk"
+    assert setup.planner.gate_declines(400, setup.keys[:4]) and not setup.planner.gate_declines(500, setup.keys[:5])
     b = setup.arrive("b", 2000)
     assert [setup.ask(b, range(1)) for _ in range(3)] == [DECLINE] * 3
     assert setup.counts() == {"gate_declined": 2}, "once a request"

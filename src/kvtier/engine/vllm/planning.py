@@ -77,6 +77,12 @@ class RequestPlanner:
         """Whether nothing of a request is stored, since nothing of its length is worth loading."""
         return bool(request.num_tokens < self._store_tokens_min)
 
+    def gate_declines(self, hit_tokens: int, keys: Sequence[OffloadKey]) -> bool:
+        """Whether loading these parts of so many tokens is below the break-even of where they are."""
+        if not (self._gate.ssd_tokens or self._gate.mem_tokens):
+            return False
+        return self._gate.declines(hit_tokens, in_dram=not self._manager.resident_bytes(keys).away_bytes)
+
     def answer(
         self, request: Any, computed_tokens: int, hit_tokens: int, keys: Callable[[], list[OffloadKey]]
     ) -> Decision:

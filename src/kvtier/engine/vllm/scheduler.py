@@ -83,7 +83,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             request,
             num_computed_tokens,
             hit_tokens,
-            lambda: self._keys_of_load(req_status, num_computed_tokens, hit_tokens),
+            lambda: self._keys_of_load(
+                req_status, num_computed_tokens, hit_tokens, partial_tail=req_status.partial_tail_boundary is not None
+            ),
         )
         if decision is Decision.DEFER:
             return None, False
@@ -98,13 +100,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             return answer
         return hit_tokens, hit_tokens > 0
 
-    def _keys_of_load(self, req_status: Any, num_computed_tokens: int, hit_tokens: int) -> list[OffloadKey]:
+    def _keys_of_load(
+        self, req_status: Any, num_computed_tokens: int, hit_tokens: int, *, partial_tail: bool
+    ) -> list[OffloadKey]:
         """The parts that a load of this hit would take, as upstream chooses them."""
         end_tokens = num_computed_tokens + hit_tokens
         keys: list[OffloadKey] = []
         for config, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
             chunks = end_tokens // config.tokens_per_chunk
-            if req_status.partial_tail_boundary is not None:
+            if partial_tail:
                 keys.append(
                     self._make_boundary_key(req_status.req, config.group_idx, end_tokens, req_status.req_context)
                 )
@@ -157,13 +161,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             hit_tokens = self._lookup_complete_chunks(req_status)
         if hit_tokens is None:
             return None
-        keys: list[OffloadKey] = []
-        for config, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
-            end = -(-(local_tokens + hit_tokens) // config.tokens_per_chunk)
-            mine = state.offload_keys[local_tokens // config.tokens_per_chunk : end]
-            window = config.load_window_size_in_chunks(local_tokens + hit_tokens)
-            keys += mine if window is None else mine[-window:]
-        return self.manager.parts(keys) if hit_tokens else []
+        if not hit_tokens:
+            return []
+        keys = self._keys_of_load(req_status, local_tokens, hit_tokens, partial_tail=False)
+        return [] if self.planner.gate_declines(hit_tokens, keys) else self.manager.parts(keys)
 
     def _tokens_in_engine(self, request: Any) -> int:
         """How much of the request's prefix the engine's own cache has, where that is simply told: one group of layers, hashed block by block."""
