@@ -1,1 +1,1 @@
-"""Curves; break-even, planner and preload are to come, see docs/roadmap.md. Pure."""
+"""What pays: the break-even file with its curves, the curve of recompute that is learned from steps, and the load planner. Pure: no I/O, no clock, times are given."""
