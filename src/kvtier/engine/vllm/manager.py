@@ -49,8 +49,8 @@ class KVTierManager(OffloadingManager):
         config: the settings.
         group_ids: vLLM's number of each offloaded group, in order; the store counts them from 0.
         part_tokens: tokens of one part of each group.
-        trace: where requests are recorded; the manager closes it.
         clock: monotonic seconds.
+        trace: where requests are recorded; the manager closes it.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class KVTierManager(OffloadingManager):
         config: Config,
         group_ids: Sequence[int],
         part_tokens: Sequence[int] = (),
-        trace: RequestTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.config = config
         self.store: TieredStore | None = None

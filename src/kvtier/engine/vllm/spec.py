@@ -82,7 +82,7 @@ class KVTierSpec(OffloadingSpec):
                 self.settings,
                 [group.group_id for group in self.config.groups],
                 part_tokens,
-                open_trace(self.settings, part_tokens[0], time.monotonic(), replica=replica),
+                trace=open_trace(self.settings, part_tokens[0], time.monotonic(), replica=replica),
             )
         return self._manager
 
