@@ -117,7 +117,9 @@ class Config:
         0, parse_bytes, "what the drive may be written in a day, shared equally by ranks; 0 for no limit", low=0
     )
     disk_io: str = _setting(
-        "auto", _one_of("auto", "ring", "threads"), "I/O by io_uring or by threads; auto takes what works"
+        "auto",
+        _one_of("auto", "ring", "threads"),
+        "I/O by io_uring or by threads; auto takes what works, and threads below 1 GiB of DRAM a rank",
     )
     io_depth: int = _setting(
         16, _parse_int, "reads and writes in flight on the disk, per rank", low=1, aliases=("iodepth",)

@@ -53,8 +53,13 @@ def get(cache: Cache, *numbers: int) -> int:
     return count
 
 
-def test_parts_come_back_from_dram_then_from_disk_then_in_another_process_life(tmp_path: Path) -> None:
-    with open_cache(tmp_path / "d", slots=4) as cache:
+@pytest.mark.parametrize(("disk_io", "name"), [("auto", "threads"), ("ring", "ring")])
+def test_parts_come_back_from_dram_then_from_disk_then_in_another_process_life(
+    tmp_path: Path, disk_io: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvtier")
+    with open_cache(tmp_path / "d", slots=4, disk_io=disk_io) as cache:
+        assert f"I/O by {name}" in caplog.text, "a small arena gets the ring only where it is asked for"
         assert put(cache, 0, 1, 2) == 3
         assert get(cache, 0, 1, 2) == 3
         for number in range(3, 20):

@@ -19,7 +19,7 @@ from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
 from kvtier.engine.layout import GroupLayout, Piece, Region
-from kvtier.engine.opening import open_disk, store_limits
+from kvtier.engine.opening import may_compile, open_disk, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
@@ -71,7 +71,7 @@ class Cache:
         self._plane = DataPlane(
             arena,
             [layout],
-            MemoryCopyEngine(),
+            MemoryCopyEngine(compiled=may_compile(config, arena_bytes)),
             disk,
             namespace=space.id,
             slots_bytes=arena_bytes - staging_bytes,

@@ -9,10 +9,16 @@ from kvtier.memory.arena import Arena
 from kvtier.policy.admission import AdmissionLimits
 from kvtier.policy.ingestion import IngestionLimits, IngestionType
 from kvtier.store.tiered import StoreLimits
-from kvtier.tier.disk.engines import make_io
+from kvtier.tier.disk.engines import COMPILER_ARENA_BYTES_MIN, make_io
 from kvtier.tier.disk.segment_store import SegmentStore
 
 logger = logging.getLogger(__name__)
+
+
+def may_compile(config: Config, arena_bytes: int) -> bool:
+    """Whether a rank with such an arena may have a compiler in memory: where the ring needs one anyway, or the arena is large."""
+    asked_for = config.disk_path is not None and config.disk_io == "ring"
+    return asked_for or arena_bytes >= COMPILER_ARENA_BYTES_MIN
 
 
 def open_disk(
@@ -22,7 +28,7 @@ def open_disk(
 
     Raises ConfigError, StoreUnavailableError: nothing is left open then.
     """
-    io = make_io(config.disk_io, iodepth=config.io_depth)
+    io = make_io(config.disk_io, iodepth=config.io_depth, arena_bytes=arena.capacity_bytes)
     try:
         store = SegmentStore(
             root,

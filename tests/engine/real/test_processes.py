@@ -132,7 +132,7 @@ def own_process(model: Path, disk: Path) -> Any:
     """An engine whose core is in a process of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     fork_processes()
-    return LLAMA.engine(model, kvtier=kvtier_settings(disk))
+    return LLAMA.engine(model, kvtier=kvtier_settings(disk, disk_io="auto"))
 
 
 def test_engine_core_in_its_own_process(fork: Fork, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

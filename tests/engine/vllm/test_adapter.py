@@ -304,6 +304,13 @@ def test_what_would_give_no_hits_is_said(
     assert config.cache_config.prefix_caching_hash_algo == ("sha256_cbor" if algorithm == "sha256" else algorithm)
 
 
+def test_the_front_end_gives_the_engine_time_to_close_unless_told_how_much() -> None:
+    for before, after in ((0, 13), (3, 3), (600, 600)):
+        config = SimpleNamespace(shutdown_timeout=before)
+        startup.give_time_to_close(config, 7.5)
+        assert config.shutdown_timeout == after
+
+
 def test_another_vllm_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup.vllm, "__version__", "0.99.0")
     groups = SimpleNamespace(kv_cache_groups=[])

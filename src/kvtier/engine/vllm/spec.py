@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
-from kvtier.engine.opening import open_disk
+from kvtier.engine.opening import may_compile, open_disk
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake
@@ -138,10 +138,9 @@ class KVTierSpec(OffloadingSpec):
             root.mkdir(exist_ok=True)
         return open_disk(self.settings, root, namespace, arena, rank=parallel.rank, rank_count=parallel.world_size)
 
-    @staticmethod
-    def _copy_engine(arena: Arena, device: torch.device) -> CopyEngine:
+    def _copy_engine(self, arena: Arena, device: torch.device) -> CopyEngine:
         if device.type == "cpu":
-            return MemoryCopyEngine()
+            return MemoryCopyEngine(compiled=may_compile(self.settings, arena.capacity_bytes))
         if current_platform.is_cuda_alike():
             from kvtier.engine.vllm.cuda import CudaCopyEngine
 
