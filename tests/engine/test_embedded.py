@@ -102,6 +102,21 @@ def test_reset_means_gone_over_restarts_too(tmp_path: Path) -> None:
         assert get(cache, 2) == 1
 
 
+def test_a_reset_outlives_a_kill_right_after_it(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "d", disk_durability="none") as cache:
+        put(cache, *range(6))
+    child = os.fork()
+    if child == 0:
+        cache = open_cache(tmp_path / "d", disk_durability="none")
+        if cache.lookup(keys(0)) == 1:
+            cache.reset()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with open_cache(tmp_path / "d") as cache:
+        assert [cache.lookup(keys(number)) for number in range(6)] == [0] * 6
+
+
 def test_another_namespace_or_size_shares_nothing(tmp_path: Path) -> None:
     with open_cache(tmp_path / "d") as cache:
         put(cache, 0)

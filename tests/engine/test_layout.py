@@ -90,6 +90,25 @@ def test_ranges_are_those_of_a_plain_loop(case: tuple[GroupLayout, Piece, list[i
     assert ranges.total_bytes == sum(size for _, _, size in expected)
 
 
+def test_a_window_that_moved_on_costs_its_first_part_alone() -> None:
+    layout = GroupLayout([Region(0, 4096, 1000)], 3)
+
+    def whole(
+        parts: tuple[int, ...], blocks: list[int], first: int
+    ) -> tuple[tuple[int, ...], list[int], int, tuple[int, ...]]:
+        kept, broken = Piece(1, parts, np.array(blocks, dtype=np.int64), first).whole_parts(layout)
+        assert kept.group == 1
+        return kept.parts, kept.block_ids.tolist(), kept.first, broken
+
+    assert whole((4, 5), [1, 2, 3, 4, 5, 6], 0) == ((4, 5), [1, 2, 3, 4, 5, 6], 0, ())
+    assert whole((4, 5), [2, 3, 4, 5, 6], 1) == ((5,), [4, 5, 6], 0, (4,))
+    assert whole((4, 5), [3, 4, 5, 6], 2) == ((5,), [4, 5, 6], 0, (4,))
+    assert whole((4,), [3], 2) == ((), [], 0, (4,))
+    # A hole that nothing explains: no part is sure to be whole.
+    assert whole((4, 5), [1, 2, 4, 5, 6], 0) == ((), [], 0, (4, 5))
+    assert whole((4, 5), [2, 3, 5, 6], 1) == ((), [], 0, (4, 5))
+
+
 def test_a_part_holds_its_chunk_and_no_padding() -> None:
     layout = GroupLayout([Region(0, 4096, 1000), Region(10**6, 4096, 24)], 3)
     assert layout.payload_bytes == 3 * 1024

@@ -147,10 +147,21 @@ class Cache:
                     return 0
 
     def reset(self) -> None:
-        """Forget everything, for good."""
+        """Forget everything, for good: once this returns, a restart does not bring it back either.
+
+        Raises StoreUnavailableError where the disk has not confirmed that within `write_deadline_s`; in this process it is gone all the same.
+        """
         with self._lock:
             self.store.reset(time.monotonic())
+            end_s = time.monotonic() + self.config.write_deadline_s
             self._step()
+            while self.store.resetting():
+                if time.monotonic() >= end_s:
+                    raise StoreUnavailableError(
+                        f"the reset is in force, but disk_path {self.config.disk_path} has not confirmed it within write_deadline_s: look at the disk"
+                    )
+                self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
+                self._step()
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until what was put is on disk, at most `deadline_s` seconds. True if it is, or was found not to fit."""

@@ -330,6 +330,7 @@ class TieredStore:
                 slot.state = _State.READY
                 self._stored(part.key, slot, below=True)
             elif filled or part.key in load.lost:
+                # What was wrong in DRAM is gone from there alone: the disk has bytes of its own.
                 self._forget_slot(part.key, slot, now_s)
             if filled and load.ranks_holding:
                 held.append(slot)
@@ -337,8 +338,9 @@ class TieredStore:
                 self._release(slot)
         if held:
             self._held[load.load_id] = _Owed(load.ranks_holding, held, now_s + self.limits.write_deadline_s)
-        for key in load.lost:
-            self._forget_disk(key, now_s)
+        for part in load.parts:
+            if part.key in load.lost and part.source is Source.DISK:
+                self._forget_disk(part.key, now_s)
         if failed:
             self.counters["load_failed"] += 1
         return not failed
@@ -431,6 +433,10 @@ class TieredStore:
         if now_s >= self._disk_retry_at_s:
             self._disk_limit_bytes = self.limits.disk_bytes
             self._disk_suspended = False
+
+    def resetting(self) -> bool:
+        """Whether a rank has not answered a reset yet: until then a crash could bring back what it had on disk."""
+        return bool(self._fences)
 
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""

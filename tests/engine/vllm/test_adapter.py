@@ -188,15 +188,13 @@ def test_without_a_handshake_nothing_is_cached_and_it_is_said_once(caplog: pytes
 def test_blocks_are_dealt_to_parts_group_after_group() -> None:
     parts = [PartPlace(b"a", 0, 0), PartPlace(b"b", 0, 0), PartPlace(b"c", 1, 0)]
     spec = GPULoadStoreSpec([7, 8, 9, 3], group_sizes=[3, 1], block_indices=[5, 4])
-    load = pieces_of(spec, parts, 4, is_load=True)
-    assert [(p.group, p.parts, p.block_ids.tolist(), p.first) for p in load] == [
+    pieces = pieces_of(spec, parts, 4)
+    assert [(p.group, p.parts, p.block_ids.tolist(), p.first) for p in pieces] == [
         (0, (0, 1), [7, 8, 9], 1),
         (1, (2,), [3], 0),
     ]
-    stored = pieces_of(spec, parts, 4, is_load=False)
-    assert [p.first for p in stored] == [0, 0]
     empty = GPULoadStoreSpec([4], group_sizes=[0, 1], block_indices=[0, 0])
-    assert [p.group for p in pieces_of(empty, parts[2:], 1, is_load=True)] == [1]
+    assert [p.group for p in pieces_of(empty, parts[2:], 1)] == [1]
 
 
 def test_layouts_follow_strides_and_leave_padding_out() -> None:
@@ -326,5 +324,5 @@ def test_a_model_with_an_unknown_cache_is_refused() -> None:
 
 
 def test_ids_are_numpy_arrays_of_one_kind() -> None:
-    (piece,) = pieces_of(GPULoadStoreSpec([1], [1], [0]), [PartPlace(b"a", 0, 0)], 1, is_load=True)
+    (piece,) = pieces_of(GPULoadStoreSpec([1], [1], [0]), [PartPlace(b"a", 0, 0)], 1)
     assert piece.block_ids.dtype == np.int64

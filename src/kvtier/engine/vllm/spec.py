@@ -1,11 +1,13 @@
 """The offloading spec: it builds the manager on the scheduler's side, and arena, disk store and data plane in each worker."""
 
 import logging
+import platform
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_inner_dp_world_group, get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
@@ -29,7 +31,7 @@ from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of
 from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace
-from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
+from kvtier.memory.arena import PAGE_BYTES, Arena, RankMemory, available_memory_bytes, require_memory_of_ranks
 from kvtier.record.envelope import slot_bytes
 from kvtier.tier.disk.segment_store import SegmentStore
 
@@ -96,7 +98,7 @@ class KVTierSpec(OffloadingSpec):
                 f"model's parts take up to {max(sizes):,} bytes, set dram_bytes to at least "
                 f"{least_bytes * parallel.world_size:,}, or make parts smaller with blocks_per_chunk or vLLM's block_size"
             )
-        require_memory(rank_bytes, "dram_bytes", available_memory_bytes())
+        self._require_memory(rank_bytes)
         arena = Arena(rank_bytes)
         disk = self._open_disk(namespace, arena)
         plane = DataPlane(
@@ -127,6 +129,18 @@ class KVTierSpec(OffloadingSpec):
             wait_deadline_s=settings.load_deadline_s,
             close_deadline_s=settings.close_deadline_s,
         )
+
+    def _require_memory(self, rank_bytes: int) -> None:
+        """Before any rank allocates: all of them have come here and say what they want, or none gets further."""
+        own = RankMemory(platform.node(), rank_bytes, available_memory_bytes())
+        ranks = [own]
+        if self.config.parallel.world_size > 1:
+            ranks = [own] * self.config.parallel.world_size
+            # With data parallelism of its own, vLLM's world is that of all replicas.
+            world = get_world_group()
+            engine = world if world.world_size == len(ranks) else get_inner_dp_world_group()
+            torch.distributed.all_gather_object(ranks, own, group=engine.cpu_group)
+        require_memory_of_ranks(own, ranks, "dram_bytes")
 
     def _open_disk(self, namespace: Namespace, arena: Arena) -> SegmentStore | None:
         root, parallel = self.settings.disk_path, self.config.parallel

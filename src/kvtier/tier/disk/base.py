@@ -121,13 +121,19 @@ class PartStore(ABC):
 
     @abstractmethod
     def submit_write(self, parts: Sequence[PartWrite], done: PartsDone, *, lane: Lane = Lane.WRITE) -> Transfer:
-        """Store `parts`. A key that is already published is a success without a write (same key, same bytes)."""
+        """Store `parts`. A key that is already published is a success without a write (same key, same bytes).
+
+        Where it raises (a buffer that is not contiguous), nothing was taken and `done` is not called.
+        """
 
     @abstractmethod
     def submit_read(
         self, parts: Sequence[PartRead], done: PartsDone, *, lane: Lane = Lane.DEMAND, deadline_s: float | None = None
     ) -> Transfer:
-        """Read `parts`, in order as far as the medium allows; `deadline_s` orders lanes and cancels nothing."""
+        """Read `parts`, in order as far as the medium allows; `deadline_s` orders lanes and cancels nothing.
+
+        Where it raises (a buffer that is not contiguous or not writable), nothing was taken and `done` is not called.
+        """
 
     @abstractmethod
     def delete(self, keys: Sequence[Key]) -> None:

@@ -73,6 +73,7 @@ FORMAT_NAME = "format.json"
 LOCK_NAME = "lock"
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
+_RETRY_PAUSE_S = 0.05
 _NOTES_MAX = 64
 _GROUP = 64
 _REFRESH_PERIOD_S = 0.2
@@ -155,6 +156,7 @@ class _Write:
 @dataclass(slots=True, eq=False)
 class _Read:
     part: PartRead
+    address: int
     batch: _Batch
     entry: _Entry
     bounce: memoryview | None = None
@@ -573,13 +575,15 @@ class SegmentStore(PartStore):
         batch = _Batch(self, done, self._generation)
         if self._refused(parts, done):
             return batch
+        # What raises for a buffer that cannot be written raises here, before anything was taken.
+        hashes = [_head_hash(part.buffer) for part in parts]
         at_once: list[PartDone] = []
         # In groups, so that the disk works on the first while the others are looked up.
         for first in range(0, len(parts), _GROUP):
             start: list[_Write] = []
             with self._lock:
-                for part in parts[first : first + _GROUP]:
-                    ended = self._admit(part, batch, lane, start)
+                for part, head_hash in zip(parts[first : first + _GROUP], hashes[first : first + _GROUP], strict=True):
+                    ended = self._admit(part, head_hash, batch, lane, start)
                     if ended is not None:
                         at_once.append(ended)
                 if self._waiting:
@@ -600,14 +604,16 @@ class SegmentStore(PartStore):
             done([PartDone(part.key, PartFailure.CLOSED, detail) for part in parts])
         return True
 
-    def _admit(self, part: PartWrite, batch: _Batch, lane: Lane, start: list[_Write]) -> PartDone | None:
+    def _admit(
+        self, part: PartWrite, head_hash: int, batch: _Batch, lane: Lane, start: list[_Write]
+    ) -> PartDone | None:
         """Under the lock: what becomes of one part. None where it is on its way."""
         size = part.buffer.nbytes
         if self._read_only:
             return PartDone(part.key, PartFailure.IO, "the store was joined read-only")
         published = self._index.get(part.key)
         if published is not None:
-            if published.stored_bytes == size and published.head_hash == _head_hash(part.buffer):
+            if published.stored_bytes == size and published.head_hash == head_hash:
                 return PartDone(part.key)
             self._counts["keys_differed"] += 1
             return PartDone(
@@ -617,7 +623,7 @@ class SegmentStore(PartStore):
             )
         under_way = self._writing.get(part.key)
         if under_way is not None:
-            if under_way.part.buffer.nbytes == size and under_way.head_hash == _head_hash(part.buffer):
+            if under_way.part.buffer.nbytes == size and under_way.head_hash == head_hash:
                 under_way.owners.append(batch)
                 return None
             return PartDone(
@@ -644,7 +650,7 @@ class SegmentStore(PartStore):
             )
         self._reserved_bytes += slot_bytes
         write = _Write(part, slot_bytes, lane, [batch], self._generation)
-        write.head_hash = _head_hash(part.buffer)
+        write.head_hash = head_hash
         self._writing[part.key] = write
         self._writes_open += 1
         batch.writes.append(write)
@@ -691,24 +697,45 @@ class SegmentStore(PartStore):
         batch = _Batch(self, done, self._generation)
         if self._refused(parts, done):
             return batch
+        # What raises for a buffer that cannot be filled raises here, before anything was taken.
+        addresses = [_writable_address(part) for part in parts]
         at_once: list[PartDone] = []
         for first in range(0, len(parts), _GROUP):
-            reads = self._find(parts[first : first + _GROUP], batch, at_once)
-            jobs = [self._read_job(read, lane, deadline_s) for read in reads]
-            batch.jobs += jobs
-            if jobs:
-                self._io.submit(jobs, self._on_read)
+            reads = self._find(parts[first : first + _GROUP], addresses[first : first + _GROUP], batch, at_once)
+            self._start_reads(reads, lane, deadline_s, at_once)
         self._say_soon(batch, at_once)
         return batch
 
-    def _find(self, parts: Sequence[PartRead], batch: _Batch, at_once: list[PartDone]) -> list[_Read]:
+    def _start_reads(self, reads: list[_Read], lane: Lane, deadline_s: float | None, at_once: list[PartDone]) -> None:
+        """Have the engine read them; where that cannot be started they end like reads that failed, since others may be under way."""
+        jobs: list[Job] = []
+        try:
+            for read in reads:
+                jobs.append(self._read_job(read, lane, deadline_s))  # noqa: PERF401 - one may raise
+            if jobs:
+                self._io.submit(jobs, self._on_read)
+        except Exception as exception:  # noqa: BLE001 - told in each part's own end
+            with self._lock:
+                for read in reads:
+                    read.entry.readers -= 1
+                    if read.entry.readers == 0 and read.entry.removal_committed:
+                        self._free(read.entry)
+                self._counts["reads_failed"] += len(reads)
+            at_once += [PartDone(read.part.key, PartFailure.IO, f"not started: {exception!r}") for read in reads]
+            return
+        if reads:
+            reads[0].batch.jobs += jobs
+
+    def _find(
+        self, parts: Sequence[PartRead], addresses: Sequence[int], batch: _Batch, at_once: list[PartDone]
+    ) -> list[_Read]:
         """Where the parts lie, each held against reuse of its slot; what needs no read is added to `at_once`."""
         reads: list[_Read] = []
         with self._lock:
             index = self._index
             if self._read_only and any(part.key not in index for part in parts):
                 self._refresh(whole=False)
-            for part in parts:
+            for part, address in zip(parts, addresses, strict=True):
                 entry = index.pop(part.key, None)
                 if entry is None:
                     at_once.append(PartDone(part.key, PartFailure.MISSING))
@@ -727,13 +754,13 @@ class SegmentStore(PartStore):
                     self._touched[entry.id] = entry
                     if self._policy is not None:
                         self._policy.access(entry.key, time.monotonic())
-                reads.append(_Read(part, batch, entry))
+                reads.append(_Read(part, address, batch, entry))
         return reads
 
     def _read_job(self, read: _Read, lane: Lane, deadline_s: float | None) -> Job:
         buffer = read.part.buffer
         entry = read.entry
-        address = address_of(buffer)
+        address = read.address
         if self.direct_io and (address % PAGE_BYTES or buffer.nbytes % PAGE_BYTES):
             buffer = read.bounce = aligned_buffer(slot_bytes_for(buffer.nbytes))
             address = address_of(buffer)
@@ -797,32 +824,31 @@ class SegmentStore(PartStore):
             raise StoreUnavailableError(f"{self.directory} was joined read-only: its owner resets it")
         until = time.monotonic() + _RESET_WAIT_S
         with self._lock:
-            if generation == self._durable_generation:
-                return
             if generation < self._generation:
                 raise ValueError(
                     f"generation {generation} is older than {self._generation}, which is in force: generations only grow"
                 )
-            self._generation = generation
-            for entry in self._index.values():
-                self._unpublish(entry)
-            self._index.clear()
-            for write in list(self._writing.values()):
-                self._drop(write, PartFailure.CANCELLED, "the store was reset")
-            self._writing.clear()
-            self._reset_to = generation
+            if generation > self._generation:
+                self._generation = generation
+                for entry in self._index.values():
+                    self._unpublish(entry)
+                self._index.clear()
+                for write in list(self._writing.values()):
+                    self._drop(write, PartFailure.CANCELLED, "the store was reset")
+                self._writing.clear()
+                self._reset_to = generation
             self._reset_error = ""
             self._wake.notify()
-            while self._reset_pending() and time.monotonic() < until and not self._stop:
+            while not (self._durable(generation) or self._reset_error or self._stop) and time.monotonic() < until:
                 self._idle.wait(max(0.0, until - time.monotonic()))
-            if self._reset_pending() or self._reset_error:
+            if not self._durable(generation):
                 why = self._reset_error or f"the disk did not answer within {_RESET_WAIT_S} s"
                 raise StoreUnavailableError(
-                    f"generation {generation} of {self.directory} is in force but not durable: {why}"
+                    f"generation {generation} of {self.directory} is in force but not durable, which is being tried again: {why}"
                 )
 
-    def _reset_pending(self) -> bool:
-        return self._reset_to is not None
+    def _durable(self, generation: int) -> bool:
+        return self._durable_generation >= generation
 
     def flush(self, deadline_s: float) -> bool:
         if os.getpid() != self._pid or self._read_only:
@@ -977,20 +1003,32 @@ class SegmentStore(PartStore):
             self._say(batch, results)
 
     def _start_writes(self, writes: list[_Write]) -> None:
-        jobs = []
-        for write in writes:
-            assert write.segment is not None
-            buffer = write.part.buffer
-            address = address_of(buffer)
-            if self.direct_io and (address % PAGE_BYTES or buffer.nbytes % PAGE_BYTES):
-                bounce = aligned_buffer(write.slot_bytes)
-                bounce[: buffer.nbytes] = buffer.cast("B")
-                buffer, address = bounce, address_of(bounce)
-            step = Step(Op.WRITE, write.segment.fd, write.slot * write.slot_bytes, buffer, address)
-            write.job = Job((step,), write.lane, None, write)
-            jobs.append(write.job)
-        if jobs:
-            self._io.submit(jobs, self._on_write)
+        """Have the engine write them; where that cannot be started they end as failed, by the keeper."""
+        jobs: list[Job] = []
+        try:
+            for write in writes:
+                write.job = self._write_job(write)
+                jobs.append(write.job)
+            if jobs:
+                self._io.submit(jobs, self._on_write)
+        except Exception as exception:  # noqa: BLE001 - told in each part's own end
+            with self._lock:
+                for write in writes:
+                    if write.failure is None:
+                        write.failure, write.detail = PartFailure.IO, f"not started: {exception!r}"
+                self._written += writes
+                self._wake.notify()
+
+    def _write_job(self, write: _Write) -> Job:
+        assert write.segment is not None
+        buffer = write.part.buffer
+        address = address_of(buffer)
+        if self.direct_io and (address % PAGE_BYTES or buffer.nbytes % PAGE_BYTES):
+            bounce = aligned_buffer(write.slot_bytes)
+            bounce[: buffer.nbytes] = buffer.cast("B")
+            buffer, address = bounce, address_of(bounce)
+        step = Step(Op.WRITE, write.segment.fd, write.slot * write.slot_bytes, buffer, address)
+        return Job((step,), write.lane, None, write)
 
     def _writes_ended(self, jobs: list[Job]) -> None:
         moved = sum(job.moved_bytes for job in jobs)
@@ -1068,7 +1106,7 @@ class SegmentStore(PartStore):
                     self._idle.notify_all()
                     if not self._wake.wait(max(0.0, touch_at_s - time.monotonic())):
                         break
-                if self._stop and not (self._has_work() or self._waiting):
+                if self._stop and (self._reset_error or not (self._has_work() or self._waiting)):
                     break
                 self._busy = True
             if self._commit_pause_s:
@@ -1081,6 +1119,10 @@ class SegmentStore(PartStore):
             except Exception as exception:  # noqa: BLE001 - the keeper outlives every fault of the disk
                 self._note(f"the keeper met {type(exception).__name__}: {exception}")
                 time.sleep(0.05)
+        with self._lock:
+            rest, self._written = self._written, []
+        if rest:
+            self._settle_turn(rest, [], [], [], "the store was closed before its reset was durable")
         with contextlib.suppress(Exception):
             self._write_down_uses()
             self._write_down_budget()
@@ -1105,14 +1147,14 @@ class SegmentStore(PartStore):
 
     def _turn(self, *, touch: bool) -> None:
         with self._lock:
+            reset_to = self._reset_to
+        if reset_to is not None and not self._make_reset_durable(reset_to):
+            # Nothing is published before: the catalog on disk is still that of the old generation.
+            self._pause()
+            return
+        with self._lock:
             written, self._written = self._written, []
             removed, self._removed = self._removed, []
-            reset_to = self._reset_to
-        if reset_to is not None and self._make_reset_durable(reset_to):
-            with self._lock:
-                for entry in removed:
-                    self._removal_committed(entry)
-            removed = []
         if written or removed:
             self._commit(written, removed)
         if touch:
@@ -1125,20 +1167,27 @@ class SegmentStore(PartStore):
             self._orders.popleft()()
 
     def _make_reset_durable(self, generation: int) -> bool:
+        """Whether `generation` is on stable storage now, and no row of an older one: then removals made before are committed too."""
+        with self._lock:
+            before = list(self._removed)
         error = ""
         try:
-            self._format["generation"] = generation
-            _write_format(self.directory, self._format)
+            _write_format(self.directory, self._format | {"generation": generation})
             self._catalog.reset(generation, self._durability)
         except Exception as exception:  # noqa: BLE001 - told to the one who asked for the reset
             error = f"{type(exception).__name__}: {exception}"
         with self._lock:
             self._reset_error = error
             if not error:
-                self._durable_generation = generation
-            if self._reset_to == generation:
-                self._reset_to = None
+                self._format["generation"] = self._durable_generation = generation
+                del self._removed[: len(before)]
+                for entry in before:
+                    self._removal_committed(entry)
+                if self._reset_to == generation:
+                    self._reset_to = None
             self._idle.notify_all()
+        if error:
+            self._note(f"generation {generation} could not be made durable: {error}")
         return not error
 
     def _commit(self, written: list[_Write], removed: list[_Entry]) -> None:
@@ -1202,7 +1251,7 @@ class SegmentStore(PartStore):
             self._writes_open -= len(written)
         if error:
             self._note(error)
-            time.sleep(0.05)
+            self._pause()
 
     def _publish(self, write: _Write, entry: _Entry) -> None:
         """Under the lock: the write's row is committed."""
@@ -1290,6 +1339,10 @@ class SegmentStore(PartStore):
         self._counts["writes_failed"] += 1
         outcome += [(owner, PartDone(write.part.key, write.failure, write.detail)) for owner in write.owners]
 
+    def _pause(self) -> None:
+        """Before something that failed is tried again."""
+        time.sleep(_RETRY_PAUSE_S)
+
     def _note(self, text: str) -> None:
         """Say it once, and bounded: a fault that stays would else fill the memory."""
         if text not in self.notes[-_NOTES_MAX:]:
@@ -1341,6 +1394,12 @@ def _head_hash(buffer: memoryview) -> int:
     """xxh3-64 of the last 512 bytes, as a signed number: enough to tell one sealed part from any other."""
     view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
     return signed_hash(view[-HEAD_BYTES_MAX:])
+
+
+def _writable_address(part: PartRead) -> int:
+    if part.buffer.readonly:
+        raise ValueError(f"the buffer for part {part.key.hex()} is read-only: give memory that can be written")
+    return address_of(part.buffer)
 
 
 def _check_root(path: Path, *, read_only: bool) -> None:
