@@ -86,7 +86,8 @@ class Cache:
         )
         self.store = TieredStore(limits, generation=self._plane.generation)
         if disk is not None:
-            self.store.fill_from_disk([(e.key, 0, e.depth_tokens) for e in disk.entries()], time.monotonic())
+            found, depths = disk.keys_and_depths()
+            self.store.fill_many_from_disk(found, [0] * len(found), depths, time.monotonic())
         self._lock = threading.Lock()
         self._next_job = 0
         self._at_end: dict[int, Callable[[], None]] = {}

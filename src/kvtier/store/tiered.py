@@ -458,7 +458,19 @@ class TieredStore:
         return notices
 
     def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float, strays: Sequence[Key] = ()) -> None:
-        """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first.
+        """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first; see `fill_many_from_disk`."""
+        keys, groups, depths = zip(*entries, strict=True) if entries else ((), (), ())
+        self.fill_many_from_disk(keys, groups, depths, now_s, strays)
+
+    def fill_many_from_disk(
+        self,
+        keys: Sequence[Key],
+        groups: Sequence[int],
+        depths_tokens: Sequence[int],
+        now_s: float,
+        strays: Sequence[Key] = (),
+    ) -> None:
+        """Enter parts that every rank's catalog has, oldest use first, by column: a million of them, nothing done one by one.
 
         What is over capacity is deleted, oldest first, and so are `strays`, which only some ranks have: they would take room
         that nobody counts, and stand in the way when their keys are written again.
@@ -467,11 +479,19 @@ class TieredStore:
             return
         if strays:
             self._actions.append(DeleteParts(list(strays)))
-        for key, group, depth in entries:
-            size = self.limits.slot_bytes[group]
-            self._disk[key] = group
-            self._disk_used_bytes += size
-            self._disk_policy.insert(key, RecordInfo(size, depth_tokens=depth), now_s)
+        self._disk.update(zip(keys, groups, strict=True))
+        for group, count in Counter(groups).items():
+            self._disk_used_bytes += count * self.limits.slot_bytes[group]
+        infos: dict[tuple[int, int], RecordInfo] = {}
+
+        def info_of(place: int) -> RecordInfo:
+            like = groups[place], depths_tokens[place]
+            info = infos.get(like)
+            if info is None:
+                info = infos[like] = RecordInfo(self.limits.slot_bytes[like[0]], depth_tokens=like[1])
+            return info
+
+        self._disk_policy.fill(keys, info_of, now_s)
         over = self._disk_used_bytes - self.limits.disk_bytes
         if over > 0:
             victims: list[Key] = []

@@ -4,6 +4,7 @@ Needs vLLM's Python, not an engine: a contract test of what we use of it.
 """
 
 import logging
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def handshake(**changes: Any) -> KVTierHandshake:
         "slots_bytes": 8 * SLOT,
         "disk_bytes": 64 * SLOT,
         "generation": 0,
-        "entries": [],
+        "entries": ([], []),
     }
     return KVTierHandshake(**(values | changes))
 
@@ -152,7 +153,9 @@ def test_nothing_is_kept_of_a_request_aborted_during_a_load_that_failed() -> Non
 def test_only_what_every_rank_has_counts_at_start() -> None:
     a, b, c = keys(3)
     manager = make_manager(
-        handshake(entries=[(a, 128), (b, 256)]), handshake(entries=[(b, 256), (c, 384)]), handshake(entries=[(b, 256)])
+        handshake(entries=([a, b], [128, 256])),
+        handshake(entries=([b, c], [256, 384])),
+        handshake(entries=([b], [256])),
     )
     assert [manager.lookup(key, context()) for key in (a, b, c)] == [
         LookupResult.MISS,
@@ -165,7 +168,7 @@ def test_only_what_every_rank_has_counts_at_start() -> None:
 
 
 def test_a_reset_that_reached_some_ranks_starts_empty() -> None:
-    manager = make_manager(handshake(entries=[(keys(1)[0], 128)], generation=3), handshake(generation=4))
+    manager = make_manager(handshake(entries=([keys(1)[0]], [128]), generation=3), handshake(generation=4))
     assert manager.lookup(keys(1)[0], context()) is LookupResult.MISS
     assert manager.store is not None and manager.store.generation == 5
 
@@ -183,6 +186,14 @@ def test_without_a_handshake_nothing_is_cached_and_it_is_said_once(caplog: pytes
     assert output is not None and output.keys_to_store == []
     assert len(caplog.records) == 1
     assert not manager.has_pending_work() and manager.get_stats() is None
+
+
+@pytest.mark.parametrize("entries", [([], []), ([b"a", b"", b"long key"], [1, 0, 2**40])])
+def test_a_handshake_crosses_processes(entries: tuple[list[bytes], list[int]]) -> None:
+    sent = handshake(entries=entries, generation=3)
+    received = pickle.loads(pickle.dumps(sent))
+    assert received == sent and received.entries == entries
+    assert [type(part) for part in received.entries] == [list, list]
 
 
 def test_blocks_are_dealt_to_parts_group_after_group() -> None:

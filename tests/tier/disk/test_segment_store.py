@@ -1,5 +1,6 @@
 """The segment store on real files."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -496,7 +497,7 @@ def test_two_rows_for_one_slot_are_corruption(tmp_path: Path) -> None:
     write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(3))})
     store.close(WAIT_S)
     with sqlite3.connect(store.directory / "catalog.sqlite") as database:
-        database.execute("UPDATE parts SET slot = 0")
+        database.execute("UPDATE parts SET place = (SELECT place FROM parts WHERE id = 1)")
     store = open_store(tmp_path)
     assert any("two rows claim" in note for note in store.notes)
     assert len(store) == 3
@@ -508,7 +509,7 @@ def test_a_catalog_of_another_version_is_refused(tmp_path: Path) -> None:
     store.close(WAIT_S)
     with sqlite3.connect(store.directory / "catalog.sqlite") as database:
         database.execute("PRAGMA user_version=7")
-    with pytest.raises(StoreUnavailableError, match="version 7, this kvtier reads version 1"):
+    with pytest.raises(StoreUnavailableError, match="version 7, this kvtier reads version 2"):
         open_store(tmp_path)
 
 
@@ -639,6 +640,49 @@ def test_an_idle_store_takes_no_processor_time(tmp_path: Path) -> None:
     store.close(WAIT_S)
 
 
+def test_what_lies_nowhere_or_twice_is_found_whatever_the_order(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(5))})
+    store.close(WAIT_S)
+    with contextlib.closing(Catalog(store.directory, "none")) as catalog:
+        rows = list(catalog.rows())
+        wrong = [
+            rows[1]._replace(segment=77),
+            rows[2]._replace(slot=1 << 20),
+            rows[3]._replace(stored_bytes=rows[3].stored_bytes + 1),
+        ]
+        catalog.commit(added=wrong, removed=[row.id for row in wrong])
+    store = open_store(tmp_path)
+    assert [entry.key for entry in store.entries()] == [rows[0].key, rows[4].key]
+    assert store.stats().used_bytes == rows[0].stored_bytes + rows[4].stored_bytes
+    assert any("3 parts of the catalog lie in segments that are missing" in note for note in store.notes)
+    store.close(WAIT_S)
+    store = open_store(tmp_path)
+    assert store.notes == [], "what was forgotten is gone from the catalog too"
+    store.close(WAIT_S)
+    with sqlite3.connect(store.directory / "catalog.sqlite") as database:
+        database.execute("UPDATE parts SET place = x'00' WHERE id = (SELECT min(id) FROM parts)")
+    store = open_store(tmp_path)
+    assert any("a row's place is not 40 bytes long" in note for note in store.notes)
+    store.close(WAIT_S)
+
+
+def test_the_longest_unused_go_where_the_capacity_shrank_and_no_more(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    names = keys(6)
+    write_parts(store, {key: pattern(index, PAGE_BYTES) for index, key in enumerate(names)})
+    for key in (names[0], names[3]):
+        read_part(store, key, PAGE_BYTES)
+    store.close(WAIT_S)
+    for pages, left in ((6, 6), (4, 4), (2, 2)):
+        store = open_store(tmp_path, pages * PAGE_BYTES)
+        assert len(store) == left
+        assert [entry.key for entry in store.entries()][-2:] == [names[0], names[3]]
+        assert store.keys_and_depths() == ([e.key for e in store.entries()], [e.depth_tokens for e in store.entries()])
+        assert store.stats().used_bytes == store.stats().disk_bytes == left * PAGE_BYTES
+        store.close(WAIT_S)
+
+
 @pytest.mark.slow
 def test_a_large_catalog_opens_in_seconds(tmp_path: Path) -> None:
     count = 200_000
@@ -657,6 +701,6 @@ def test_a_large_catalog_opens_in_seconds(tmp_path: Path) -> None:
     before = time.process_time()
     store = open_store(tmp_path, count * PAGE_BYTES, io=make_io("threads"), durability="none")
     # A million in 5 s is 1 s here.
-    assert time.process_time() - before < 1.5
+    assert time.process_time() - before < 1.0
     assert len(store) == count
     store.close(WAIT_S)

@@ -1,5 +1,6 @@
 """The scheduler's side of offloading: vLLM's manager interface over TieredStore."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -93,16 +94,29 @@ class KVTierManager(OffloadingManager):
             logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
             self.store.reset(self._clock())
             return
-        found = [{key for key, _ in rank.entries} for rank in ranks]
-        common = set.intersection(*found)
-        entries = [
-            (key, self._group_of[get_offload_group_idx(OffloadKey(key))], depth)
-            for key, depth in first.entries
-            if key in common
-        ]
-        self.store.fill_from_disk(entries, self._clock(), sorted(set.union(*found) - common))
+        # A million new objects would have the collector look through all of them again and again, for nothing.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._fill(self.store, ranks)
+        finally:
+            if collecting:
+                gc.enable()
         if limits.disk_bytes:
-            logger.info("kvtier: %d parts found on disk that every rank has", len(entries))
+            logger.info("kvtier: %d parts found on disk that every rank has", self.store.gauges()["disk_parts"])
+
+    def _fill(self, store: TieredStore, ranks: Sequence[KVTierHandshake]) -> None:
+        """Enter what every rank has; what only some have is to be deleted there."""
+        (keys, depths), strays = ranks[0].entries, []
+        if len(ranks) > 1:
+            found = [set(rank.entries[0]) for rank in ranks]
+            common = set.intersection(*found)
+            depths = [depth for key, depth in zip(keys, depths, strict=True) if key in common]
+            keys = [key for key in keys if key in common]
+            strays = sorted(set.union(*found) - common)
+        group_of = {group_id.to_bytes(4, "big"): place for group_id, place in self._group_of.items()}
+        groups = [0] * len(keys) if len(group_of) == 1 else [group_of[key[-4:]] for key in keys]
+        store.fill_many_from_disk(keys, groups, depths, self._clock(), strays)
 
     def _started(self) -> TieredStore | None:
         if self.store is None and not self._warned:

@@ -112,7 +112,7 @@ class KVTierSpec(OffloadingSpec):
             verify=settings.verify_checksums,
             load_deadline_s=settings.load_deadline_s,
         )
-        entries = [(entry.key, entry.depth_tokens) for entry in disk.entries()] if disk is not None else []
+        entries = disk.keys_and_depths() if disk is not None else ([], [])
         disk_bytes = settings.disk_bytes // parallel.world_size if disk is not None else 0
         self.handshake = KVTierHandshake(sizes, plane.slots_bytes, disk_bytes, plane.generation, entries)
         logger.info(

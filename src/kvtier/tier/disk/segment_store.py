@@ -45,6 +45,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.policy.base import EvictionPolicy, RecordInfo
 from kvtier.record.envelope import HEAD_BYTES_MAX, Identity
@@ -63,6 +65,7 @@ from kvtier.tier.disk.base import (
 from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
 from kvtier.tier.disk.endurance import EnduranceMeter, WriteBudget
 from kvtier.tier.disk.engines import make_io
+from kvtier.tier.disk.index import PartIndex, slots_taken_twice
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
 from kvtier.tier.disk.rebuild import scan_segments, signed_hash
 from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for, sync_directory
@@ -265,7 +268,8 @@ class SegmentStore(PartStore):
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._index: dict[Key, _Entry] = {}
+        self._index: PartIndex[_Entry] = PartIndex()
+        self._newest_id = 0
         self._writing: dict[Key, _Write] = {}
         self._waiting: deque[_Write] = deque()
         self._unsynced: list[_Write] = []
@@ -419,71 +423,74 @@ class SegmentStore(PartStore):
             ) from exception
 
     def _load(self) -> None:
-        """Fill the index from the catalog. A million rows take seconds, so the loop does what it must and no more."""
-        by_number = self._segments.by_number
-        taken = {number: bytearray(segment.slots) for number, segment in by_number.items()}
+        """Fill the index from the catalog, column by column: a million rows one by one take seconds."""
         # A million new objects would have the collector look through all of them again and again, for nothing.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            lost = self._load_rows(by_number, taken)
+            gone = self._load_columns()
         finally:
             if collecting:
                 gc.enable()
-        if lost:
-            self.notes.append(
-                f"{len(lost)} parts of the catalog lie in segments that are missing or cut short: forgotten"
-            )
-        if self._read_only:
-            return
-        over: list[_Entry] = []
-        for entry in self._index.values():
-            if self._reserved_bytes <= self._capacity_bytes:
-                break
-            over.append(entry)
-            self._reserved_bytes -= entry.segment.slot_bytes
-            self._stored_bytes -= entry.stored_bytes
-            taken[entry.segment.number][entry.slot] = 0
-        for entry in over:
-            del self._index[entry.key]
-        if over:
-            self.notes.append(
-                f"the capacity shrank to {self._capacity_bytes} bytes: {len(over)} parts, longest unused first, were dropped"
-            )
-        gone = lost + [entry.id for entry in over]
-        if gone:
+        if gone and not self._read_only:
             self._catalog.commit(added=(), removed=gone)
-        self._segments.settle(taken)
         for entry in self._index.values() if self._policy is not None else ():
             self._tell_policy(entry)
 
-    def _load_rows(self, by_number: dict[int, Segment], taken: dict[int, bytearray]) -> list[int]:
-        """Rows into the index, their slots marked in `taken`. Returns the ids of rows whose place is not there."""
-        index = self._index
-        lost: list[int] = []
-        reserved = stored = last_id = last_used = 0
-        for row_id, key, number, slot, stored_bytes, head_hash, depth, value, used in self._catalog.raw_rows():
-            segment = by_number.get(number)
-            if row_id > last_id:
-                last_id = row_id
-            last_used = used
-            if segment is None or not 0 <= slot < segment.slots or stored_bytes > segment.slot_bytes:
-                lost.append(row_id)
-                continue
-            marks = taken[number]
-            if marks[slot]:
-                raise CatalogCorruptError(f"{self._catalog.path}: two rows claim slot {slot} of segment {number}")
-            marks[slot] = 1
-            index[key] = _Entry(row_id, key, segment, slot, stored_bytes, head_hash, depth, value, used)
-            reserved += segment.slot_bytes
-            stored += stored_bytes
-        if len(index) != sum(marks.count(1) for marks in taken.values()):
+    def _load_columns(self) -> list[int]:
+        """Rows into the index, slots into their states. Returns the ids of rows that are to go."""
+        by_number = dict(self._segments.by_number)
+        columns = self._catalog.columns()
+        self._next_id = self._newest_id = int(columns.ids.max(initial=0))
+        self._next_id += 1
+        self._used = int(columns.used.max(initial=0)) + 1
+        places = columns.places
+        # Slots and slot bytes of each row's segment, 0 where it is missing.
+        numbers, which = np.unique(places["segment"], return_inverse=True)
+        known = [by_number.get(number) for number in numbers.tolist()]
+        slots = np.array([segment.slots if segment else 0 for segment in known], np.int64)[which]
+        sizes = np.array([segment.slot_bytes if segment else 0 for segment in known], np.int64)[which]
+        there = (places["slot"] < slots) & (places["stored_bytes"] <= sizes.astype(np.uint64))
+        gone: list[int] = []
+        if not there.all():
+            gone = columns.ids[~there].tolist()
+            self.notes.append(
+                f"{len(gone)} parts of the catalog lie in segments that are missing or cut short: forgotten"
+            )
+            columns, sizes = columns.take(there), sizes[there]
+        twice = slots_taken_twice(columns)
+        if twice is not None:
+            raise CatalogCorruptError(f"{self._catalog.path}: two rows claim slot {twice[1]} of segment {twice[0]}")
+        over = 0
+        if not self._read_only:
+            # Longest unused first, until the rest fits.
+            rest = int(sizes.sum()) - self._capacity_bytes
+            over = int(np.searchsorted(np.cumsum(sizes), rest)) + 1 if rest > 0 else 0
+        if over:
+            gone += columns.ids[:over].tolist()
+            self.notes.append(
+                f"the capacity shrank to {self._capacity_bytes} bytes: {over} parts, longest unused first, were dropped"
+            )
+            columns, sizes = columns.take(np.arange(over, len(columns.ids))), sizes[over:]
+        self._reserved_bytes = int(sizes.sum())
+        self._stored_bytes = int(columns.places["stored_bytes"].sum())
+        count = len(columns.keys)
+
+        def make(row_id: int, key: Key, place: tuple[int, int, int, int, int, float], used: int) -> _Entry:
+            number, slot, stored_bytes, head_hash, depth_tokens, value = place
+            return _Entry(row_id, key, by_number[number], slot, stored_bytes, head_hash, depth_tokens, value, used)
+
+        places = columns.places
+        self._index.fill(columns, make)
+        if len(self._index) != count:
             raise CatalogCorruptError(f"{self._catalog.path}: two rows have one key")
-        self._next_id = last_id + 1
-        self._used = last_used + 1
-        self._reserved_bytes = reserved
-        self._stored_bytes = stored
-        return lost
+        if not self._read_only:
+            taken = {}
+            for number, segment in by_number.items():
+                marks = taken[number] = bytearray(segment.slots)
+                np.frombuffer(marks, np.uint8)[places["slot"][places["segment"] == number]] = 1
+            self._segments.settle(taken)
+        return gone
 
     def _let_go(self) -> None:
         for name in ("_segments", "_catalog"):
@@ -509,9 +516,9 @@ class SegmentStore(PartStore):
                 self._segments.see(number, slot_bytes, path)
             if whole:
                 self._index.clear()
-            newest = max((entry.id for entry in self._index.values()), default=0)
             self._generation = self._catalog.generation()
-            for row in self._catalog.rows(0 if whole else newest):
+            for row in self._catalog.rows(0 if whole else self._newest_id):
+                self._newest_id = max(self._newest_id, row.id)
                 segment = self._segments.by_number.get(row.segment)
                 if segment is not None and row.slot < segment.slots:
                     self._index[row.key] = _entry(row, segment)
@@ -545,6 +552,14 @@ class SegmentStore(PartStore):
                 self._refresh(whole=True)
             entries = list(self._index.values())
         return [PartEntry(e.key, e.stored_bytes, e.depth_tokens, e.value_s_per_byte) for e in entries]
+
+    def keys_and_depths(self) -> tuple[list[Key], list[int]]:
+        if os.getpid() != self._pid:
+            return [], []
+        with self._lock:
+            if self._read_only and not self._closing:
+                self._refresh(whole=True)
+            return self._index.keys_and_depths(lambda entry: entry.depth_tokens)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -680,7 +695,9 @@ class SegmentStore(PartStore):
         if lacking > 0:
             return False
         for key in victims:
-            self._unpublish(self._index.pop(key), evicted=True)
+            entry = self._index.pop(key)
+            assert entry is not None, "a candidate is in the index"
+            self._unpublish(entry, evicted=True)
         self._counts["parts_evicted"] += len(victims)
         self._wake.notify()
         return True
@@ -736,7 +753,7 @@ class SegmentStore(PartStore):
             if self._read_only and any(part.key not in index for part in parts):
                 self._refresh(whole=False)
             for part, address in zip(parts, addresses, strict=True):
-                entry = index.pop(part.key, None)
+                entry = index.pop(part.key)
                 if entry is None:
                     at_once.append(PartDone(part.key, PartFailure.MISSING))
                     continue
@@ -772,7 +789,7 @@ class SegmentStore(PartStore):
             return
         with self._lock:
             for key in keys:
-                entry = self._index.pop(key, None)
+                entry = self._index.pop(key)
                 if entry is not None:
                     self._unpublish(entry)
                 write = self._writing.pop(key, None)
@@ -962,11 +979,11 @@ class SegmentStore(PartStore):
             for entry in bad:
                 if self._read_only:
                     if self._index.get(entry.key) is entry:
-                        del self._index[entry.key]
+                        self._index.pop(entry.key)
                     continue
                 self._counts["parts_corrupt"] += 1
                 if not entry.removed and self._index.get(entry.key) is entry:
-                    del self._index[entry.key]
+                    self._index.pop(entry.key)
                     self._unpublish(entry)
                     self._wake.notify()
         self._say_all(outcome)
