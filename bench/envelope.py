@@ -4,6 +4,8 @@
 
 `direct`: a file in DIR, O_DIRECT, as the disk tier moves a part: copied from the engine's memory into a slot, sealed and written; read, opened and copied back;
 against the same without sealing and opening. `direct x16`: the same with 16 in flight on 4 threads, as a transfer list is moved: sums overlap with I/O, times are of all 16.
+`stream`: 64 of them one after the other through kvtier's own I/O engine with 16 in flight, sealed by the thread that submits and verified by the thread that takes what was read, as the storer
+and the loader of the data plane do it: a sum is done while other parts are on their way. Times are of all 64.
 `cached`: one at a time through the page cache. `memory`: put and get of a MEMORY store with a copy each way, bare against pack and unpack.
 `summed` computes the checksum and nothing else. What the envelope adds is given as a share of the bare time and of the summed one. Linux.
 """
@@ -12,6 +14,7 @@ import argparse
 import json
 import mmap
 import os
+import queue
 import random
 import statistics
 import time
@@ -22,6 +25,9 @@ from typing import Any
 
 from kvtier.memory.bytestore import MemoryByteStore
 from kvtier.record.envelope import Identity, head_for, open_slot, pack, seal_slot, slot_bytes, unpack, xxh3
+from kvtier.tier.disk.base import Lane
+from kvtier.tier.disk.engines import make_io
+from kvtier.tier.disk.io import Job, Op, Step, address_of, aligned_buffer
 
 PAYLOAD_BYTES = 1 << 20
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
@@ -140,6 +146,69 @@ def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[
     return cases, done
 
 
+class Stream:
+    """Parts one after the other through kvtier's own I/O engine, BATCH of them in flight."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self.slots = [aligned_buffer(SLOT_BYTES) for _ in range(BATCH + 4)]
+        for slot in self.slots:
+            slot[:PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
+            seal_slot(slot, WHO, PAYLOAD_BYTES)
+            self.free.put(slot)
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        for number in range(2 * SLOTS):
+            os.pwrite(self.file, self.slots[0], number * SLOT_BYTES)
+        self.io = make_io("auto", iodepth=BATCH)
+
+    def submit(self, op: Op, length: int, place: int, before: Callable[[memoryview], Any], to: Any) -> None:
+        slot = self.free.get()
+        before(slot)
+        step = Step(op, fd=self.file, offset=place * SLOT_BYTES, buffer=slot[:length], address=address_of(slot))
+
+        def ended(jobs: list[Job]) -> None:
+            for job in jobs:
+                to.put(job.tag)
+
+        lane = Lane.WRITE if op is Op.WRITE else Lane.DEMAND
+        self.io.submit([Job((step,), lane, None, slot)], ended)
+
+    def write(self, before: Callable[[memoryview], Any], length: int) -> None:
+        for place in range(SLOTS):
+            self.submit(Op.WRITE, length, place, before, self.free)
+        for slot in [self.free.get() for _ in self.slots]:
+            self.free.put(slot)
+
+    def read(self, after: Callable[[memoryview], Any], length: int) -> None:
+        asked = 0
+        for ended in range(SLOTS):
+            while asked < min(SLOTS, ended + BATCH):
+                # Slots that bare writes never touched.
+                self.submit(Op.READ, length, SLOTS + asked, nothing, self.arrived)
+                asked += 1
+            slot = self.arrived.get()
+            after(slot)
+            self.free.put(slot)
+
+    def done(self) -> None:
+        self.io.close(10.0)
+        os.close(self.file)
+        self.path.unlink()
+
+    def cases(self) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
+        cases: dict[str, Callable[[int], Any]] = {
+            "write bare": lambda number: self.write(nothing, PAYLOAD_BYTES),
+            "write summed": lambda number: self.write(checksum, PAYLOAD_BYTES),
+            "write": lambda number: self.write(seal, SLOT_BYTES),
+            "read bare": lambda number: self.read(nothing, PAYLOAD_BYTES),
+            "read summed": lambda number: self.read(checksum, PAYLOAD_BYTES),
+            "read": lambda number: self.read(verify, SLOT_BYTES),
+        }
+        return cases, self.done
+
+
 def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
     store = MemoryByteStore(8 << 20)
     source, target = memoryview(bytearray(os.urandom(PAYLOAD_BYTES))), memoryview(bytearray(PAYLOAD_BYTES))
@@ -234,12 +303,13 @@ def main() -> None:
     media = {
         "direct": lambda: file_cases(args.directory / "envelope.bench", os.O_DIRECT),
         "direct x16": lambda: batch_cases(args.directory / "envelope.bench"),
+        "stream": lambda: Stream(args.directory / "envelope.bench").cases(),
         "cached": lambda: file_cases(args.directory / "envelope.bench", 0),
         "memory": memory_cases,
     }
     for name, make in media.items():
         cases, done = make()
-        result[name] = measure(cases, args.rounds // 4 if name == "direct x16" else args.rounds)
+        result[name] = measure(cases, args.rounds // {"direct x16": 4, "stream": 12}.get(name, 1))
         done()
         print(name, result[name])
     if args.json is not None:

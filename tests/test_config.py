@@ -88,3 +88,57 @@ def test_every_setting_has_a_meaning_and_its_default_passes_its_own_check() -> N
     for item in fields(Config):
         assert item.metadata["meaning"]
         load_config({item.name: item.default}, environ={})
+
+
+def test_py_kvcache_s_settings_work_under_their_names_with_their_defaults() -> None:
+    plain = load_config({"shared_storage_path": "/mnt/kv-cache"}, environ={}).config
+    assert (plain.io_depth, plain.staging_mem, plain.staging_cache, plain.sync_on_store) == (16, 1.0, "off", False)
+    assert (plain.enable_preload, plain.preload_lookahead_requests, plain.preload_share_staging) == (False, 0, True)
+    assert plain.rank_dram_bytes(4) == 1 << 30, "staging memory is each worker's"
+    full = load_config(
+        {
+            "shared_storage_path": "/mnt/kv-cache",
+            "iodepth": 8,
+            "staging_mem": 4.0,
+            "sync_on_store": False,
+            "enable_preload": True,
+            "preload_lookahead_requests": 16,
+            "preload_share_staging": True,
+            "open_lookahead": 16,
+            "staging_cache": "arc",
+        },
+        environ={},
+    ).config
+    assert (full.io_depth, full.open_lookahead, full.dram_policy) == (8, 16, "arc")
+    assert full.rank_dram_bytes(2) == 4 << 30
+
+
+def test_our_own_names_make_dram_a_cache_above_a_shared_disk() -> None:
+    loaded = load_config({"shared_storage_path": "/s", "dram_bytes": "8GiB"}, environ={})
+    assert (loaded.config.staging_cache, loaded.config.rank_dram_bytes(2)) == ("", 4 << 30)
+    loaded = load_config({"shared_storage_path": "/s", "dram_policy": "reuse"}, environ={})
+    assert (loaded.config.staging_cache, loaded.config.dram_policy, loaded.config.staging_mem) == ("", "reuse", 1.0)
+    assert loaded.sources["staging_mem"] == "default with shared_storage_path"
+    assert load_config({"disk_path": "/d"}, environ={}).config.staging_cache == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"shared_storage_path": "/s", "disk_path": "/d"}, "an engine has one of them"),
+        ({"staging_mem": 2, "dram_bytes": "1GiB"}, "they are one memory"),
+        ({"disk_path": "/d", "staging_cache": "lru", "dram_policy": "arc"}, "they are one choice"),
+        ({"shared_storage_path": "/s", "disk_bytes": "1TB"}, "kvtier gc"),
+        ({"shared_storage_path": "/s", "disk_bytes_a_day": "1TB"}, "kvtier gc"),
+        ({"staging_cache": "off"}, "nothing would be kept"),
+        ({"shared_storage_path": "/s", "disk_ingestion": "hot"}, "leave disk_ingestion at all"),
+        ({"shared_storage_path": "/s", "preload_share_staging": False}, "one slot"),
+        ({"shared_storage_path": "/s", "staging_cache": "fifo"}, "write one of nothing, off, lru, arc"),
+        ({"staging_mem": -1}, "GiB"),
+        ({"staging_mem": "nan"}, "GiB"),
+        ({"shared_storage_path": "/s", "shared_trailer": "maybe"}, "on, off"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(settings, environ={})

@@ -66,11 +66,20 @@ def _parse_path(value: object) -> Path | None:
     return Path(text).expanduser() if text else None
 
 
+def _parse_gib(value: object) -> float:
+    if isinstance(value, bool):
+        raise ValueError("write a number of GiB, such as 4.0")
+    gib = float(str(value))
+    if not 0 <= gib <= 1 << 20:
+        raise ValueError("write a number of GiB, such as 4.0")
+    return gib
+
+
 def _one_of(*names: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         text = str(value).strip().lower()
         if text not in names:
-            raise ValueError(f"write one of {', '.join(names)}")
+            raise ValueError(f"write one of {', '.join(name or 'nothing' for name in names)}")
         return text
 
     return parse
@@ -138,8 +147,50 @@ class Config:
         60.0, _parse_seconds, "longest wait for a disk write before it counts as failed", low=0
     )
     close_deadline_s: float = _setting(10.0, _parse_seconds, "longest wait for unfinished writes at shutdown", low=0)
+    shared_storage_path: Path | None = _setting(
+        None, _parse_path, "directory on a filesystem that other engines share, in place of disk_path; empty for none"
+    )
+    shared_model_name: str = _setting(
+        "", str, "directory of this model below shared_storage_path; by default the model's own name"
+    )
+    shared_trailer: str = _setting(
+        "on",
+        _one_of("on", "off"),
+        "end shared files with an envelope that is checked at reads; off for py-kvcache's format to the byte",
+    )
+    shared_present_s: float = _setting(
+        30.0, _parse_seconds, "how long a file seen on shared_storage_path is taken to be there", low=0
+    )
+    shared_absent_s: float = _setting(
+        1.0, _parse_seconds, "how long a file not seen on shared_storage_path is taken not to be there", low=0
+    )
+    sync_on_store: bool = _setting(
+        False, _parse_bool, "sync files and directories of shared_storage_path before they are published"
+    )
+    open_lookahead: int = _setting(
+        0, _parse_int, "files of shared_storage_path opened ahead of their reads; 0 for io_depth", low=0
+    )
+    staging_mem: float = _setting(
+        0.0, _parse_gib, "GiB of memory of each rank, in place of dram_bytes; 1 with shared_storage_path", low=0
+    )
+    staging_cache: str = _setting(
+        "",
+        _one_of("", "off", "lru", "arc"),
+        "DRAM only stages (off), or is a cache of this policy, in place of dram_policy; off with shared_storage_path",
+    )
+    enable_preload: bool = _setting(False, _parse_bool, "read ahead from disk what the next waiting requests will load")
+    preload_lookahead_requests: int = _setting(
+        0, _parse_int, "waiting requests that are read ahead for at a time", low=0
+    )
+    preload_share_staging: bool = _setting(
+        True, _parse_bool, "one read and one slot for all requests that wait for a part; false is not to be had"
+    )
     accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
     namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
+
+    def rank_dram_bytes(self, rank_count: int) -> int:
+        """Bytes of one rank's arena."""
+        return int(self.staging_mem * 2**30) if self.staging_mem else self.dram_bytes // rank_count
 
 
 ENV_PREFIX = "KVTIER_"
@@ -224,4 +275,50 @@ def load_config(
             take(name.removeprefix(ENV_PREFIX).lower(), text, name)
     for name, value in (extra or {}).items():
         take(name, value, extra_source)
+    _settle(values, sources)
     return Loaded(Config(**values), sources)  # type: ignore[arg-type]
+
+
+def _settle(values: dict[str, object], sources: dict[str, str]) -> None:
+    """Refuse settings that contradict each other, and give what depends on others its default. `values` holds what was set."""
+
+    def refuse(one: str, other: str, way_out: str) -> None:
+        if values.get(one) and values.get(other):
+            raise ConfigError(f"{sources[one]}: {one} and {sources[other]}: {other} are both set: {way_out}")
+
+    def default(name: str, value: object) -> None:
+        values[name] = value
+        sources[name] = "default with shared_storage_path"
+
+    refuse("disk_path", "shared_storage_path", "an engine has one of them; set the other to empty")
+    refuse(
+        "staging_mem", "dram_bytes", "they are one memory; staging_mem is each rank's, dram_bytes all ranks' together"
+    )
+    refuse("staging_cache", "dram_policy", "they are one choice; leave one away")
+    if values.get("shared_storage_path"):
+        for name in ("disk_bytes", "disk_bytes_a_day"):
+            if values.get(name):
+                raise ConfigError(
+                    f"{sources[name]}: {name} is set, and shared_storage_path has other writers too: leave it away, and bound the "
+                    "directory with `kvtier gc`"
+                )
+        if not (values.get("staging_cache") or "dram_policy" in values or "dram_bytes" in values):
+            default("staging_cache", "off")
+        if not (values.get("staging_mem") or "dram_bytes" in values):
+            default("staging_mem", 1.0)
+    if values.get("staging_cache") == "off":
+        if not (values.get("shared_storage_path") or values.get("disk_path")):
+            raise ConfigError(
+                f"{sources['staging_cache']}: staging_cache is off, and there is no disk: nothing would be kept"
+            )
+        if values.get("disk_ingestion", "all") != "all":
+            raise ConfigError(
+                f"{sources['staging_cache']}: staging_cache is off, and disk_ingestion is {values['disk_ingestion']!r}: what only passes through "
+                "memory has to be written at once, leave disk_ingestion at all"
+            )
+    elif values.get("staging_cache"):
+        values["dram_policy"], sources["dram_policy"] = values["staging_cache"], sources["staging_cache"]
+    if values.get("preload_share_staging") is False:
+        raise ConfigError(
+            f"{sources['preload_share_staging']}: preload_share_staging is false: a part has one slot here, whoever waits for it; leave it away"
+        )

@@ -21,10 +21,13 @@ from kvtier.store.moves import (
     NO_SLOT,
     DeleteParts,
     FenceDone,
+    HurryReads,
     LoadFailed,
     LoadReleased,
     Outcome,
     PartPlace,
+    ReadDone,
+    ReadParts,
     ResetTier,
     Source,
     StoreFailed,
@@ -32,8 +35,11 @@ from kvtier.store.moves import (
     WriteParts,
 )
 from kvtier.testing.media import FaultyPartStore
-from kvtier.tier.disk.base import PartFailure
+from kvtier.tier.disk.base import Lane, PartFailure, PartStore
+from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.segment_store import SegmentStore
+from kvtier.tier.disk.shared_layout import SharedLayout
+from kvtier.tier.disk.shared_store import SharedStore
 
 LAYERS, PAGE, BLOCKS = 3, 5000, 64
 NAMESPACE = b"n" * 16
@@ -76,6 +82,7 @@ class Rig:
         per_chunk: int = 1,
         deadline_s: float = 15.0,
         rank: int = 0,
+        store: Callable[[GroupLayout], PartStore] | None = None,
     ) -> None:
         path.mkdir(exist_ok=True)
         self.cache = np.random.default_rng(1).integers(0, 255, (LAYERS, BLOCKS, PAGE), dtype=np.uint8)
@@ -83,7 +90,9 @@ class Rig:
         self.layout = GroupLayout(regions, per_chunk)
         self.slot = slot_bytes(self.layout.payload_bytes)
         self.arena = Arena((slots + staging) * self.slot)
-        self.disk = FaultyPartStore(SegmentStore(path, namespace=NAMESPACE, capacity_bytes=200 * self.slot))
+        self.disk = FaultyPartStore(
+            store(self.layout) if store else SegmentStore(path, namespace=NAMESPACE, capacity_bytes=200 * self.slot)
+        )
         self.copier = BrokenCopier()
         self.plane = DataPlane(
             self.arena,
@@ -146,6 +155,10 @@ class Rig:
         """Parts 0 to count-1 out of blocks 0 to count-1, in slots of the same number and on disk."""
         parts = [self.place(n, n) for n in range(count)]
         assert self.store(parts, list(range(count))).ok
+        assert self.write(parts).failed == {}
+
+    def fill_chunks(self, parts: list[PartPlace], blocks: list[int]) -> None:
+        assert self.store(parts, blocks).ok
         assert self.write(parts).failed == {}
 
     def failure(self, job: int) -> LoadFailed:
@@ -513,3 +526,90 @@ def test_without_a_disk_loads_and_writes_of_it_fail_cleanly(tmp_path: Path) -> N
     assert "no disk" in rig.failure(rig.load([rig.place(0, 1, Source.DISK)], [3])).lost[b"key0"]
     assert "no disk" in rig.write([rig.place(0, 0)]).failed[b"key0"]
     assert plane.close(WAIT_S)
+
+
+# ---- reading ahead
+
+
+def read_ahead(rig: Rig, parts: list[PartPlace], *, move_id: int = 77, wait: bool = True) -> ReadDone | None:
+    rig.plane.act([ReadParts(move_id, parts)])
+    if not wait:
+        return None
+    rig.until(lambda: any(isinstance(o, ReadDone) and o.move_id == move_id for o in rig.outcomes))
+    return next(o for o in rig.outcomes if isinstance(o, ReadDone) and o.move_id == move_id)
+
+
+def test_what_was_read_ahead_lies_in_its_slots_and_is_verified_when_a_load_takes_it(rig: Rig) -> None:
+    rig.fill(3)
+    assert read_ahead(rig, [rig.place(n, 8 + n, Source.DISK) for n in range(3)]) == ReadDone(77, {})
+    assert rig.results[rig.load([rig.place(n, 8 + n) for n in range(3)], [30, 31, 32])].ok
+    assert (rig.cache[:, 30:33] == rig.cache[:, :3]).all()
+    rig.disk.flip = {b"key1"}
+    read_ahead(rig, [rig.place(1, 12, Source.DISK)], move_id=78)
+    job = rig.load([rig.place(1, 12)], [40])
+    assert rig.failure(job).lost == {b"key1": "RecordChecksumError"}
+
+
+def test_each_part_that_cannot_be_read_ahead_is_named(rig: Rig) -> None:
+    rig.fill(2)
+    rig.disk.fail[b"key1"] = PartFailure.IO
+    done = read_ahead(rig, [rig.place(0, 8, Source.DISK), rig.place(1, 9, Source.DISK), rig.place(7, 10, Source.DISK)])
+    assert done is not None and done.failed.keys() == {b"key1", b"key7"}
+    assert done.failed[b"key1"].startswith("io") and done.failed[b"key7"].startswith("missing")
+    rig.disk.raises = RuntimeError("refused")
+    done = read_ahead(rig, [rig.place(0, 8, Source.DISK)], move_id=78)
+    assert done is not None and "refused" in done.failed[b"key0"]
+    assert rig.plane._reads_ahead == {}
+
+
+def test_a_read_ahead_is_behind_demand_until_it_is_in_a_hurry(rig: Rig) -> None:
+    rig.fill(1)
+    lanes: list[Lane] = []
+    submit = rig.disk.submit_read
+
+    def note(parts: Any, done: Any, *, lane: Lane = Lane.DEMAND, deadline_s: float | None = None) -> Any:
+        lanes.append(lane)
+        transfer = submit(parts, done, lane=lane, deadline_s=deadline_s)
+        transfer.promote = lambda lane, deadline_s=None: lanes.append(lane)
+        return transfer
+
+    rig.disk.submit_read = note  # type: ignore[method-assign]
+    rig.disk.stall()
+    read_ahead(rig, [rig.place(0, 8, Source.DISK)], wait=False)
+    rig.until(lambda: 77 in rig.plane._reads_ahead)
+    rig.plane.act([HurryReads(5), HurryReads(77)])
+    rig.until(lambda: len(lanes) == 2)
+    assert lanes == [Lane.PRELOAD, Lane.DEMAND]
+    rig.disk.resume()
+    rig.until(lambda: ReadDone(77, {}) in rig.outcomes)
+
+
+# ---- py-kvcache's files
+
+
+@pytest.mark.parametrize("trailer", ["on", "off"])
+def test_a_shared_file_is_each_layers_blocks_one_layer_after_the_other(tmp_path: Path, trailer: str) -> None:
+    """And plain files with that in them, by whomever written, are restored."""
+    layout = SharedLayout(tmp_path / "disk", model="m", block_size=16, blocks_per_file=4, dtype="auto")
+
+    def shared(group: GroupLayout) -> SharedStore:
+        return SharedStore(
+            layout,
+            trailer=trailer,  # type: ignore[arg-type]
+            io=make_io("threads"),
+            payload_bytes=lambda key: group.payload_bytes,
+            identity=lambda key: Identity(NAMESPACE, key),
+        )
+
+    rig = Rig(tmp_path / "disk", per_chunk=4, store=shared)
+    rig.fill_chunks([rig.place(0, 0)], [3, 9, 4, 7])
+    (file,) = (tmp_path / "disk").rglob("*.bin")
+    payload = b"".join(bytes(rig.cache[layer, block]) for layer in range(LAYERS) for block in (3, 9, 4, 7))
+    assert file.read_bytes()[: len(payload)] == payload
+    assert (len(file.read_bytes()) == len(payload)) == (trailer == "off")
+    if trailer == "off":
+        other = np.random.default_rng(5).integers(0, 255, (LAYERS, 4, PAGE), dtype=np.uint8)
+        file.write_bytes(other.tobytes())
+        assert rig.results[rig.load([rig.place(0, -1, Source.DISK)], [20, 21, 22, 23])].ok
+        assert (rig.cache[:, 20:24] == other).all()
+    rig.plane.close(WAIT_S)

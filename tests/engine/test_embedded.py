@@ -97,6 +97,12 @@ def test_reset_means_gone_over_restarts_too(tmp_path: Path) -> None:
         assert get(cache, 0) == 0
         assert cache.flush(20)
         put(cache, 2)
+        assert get(cache, 2) == 1
+    with open_cache(tmp_path / "d") as cache:
+        assert [cache.lookup(keys(n)) for n in (0, 1, 2)] == [0, 0, 0], (
+            "what came after a reset may be of other weights"
+        )
+        put(cache, 2)
     with open_cache(tmp_path / "d") as cache:
         assert [cache.lookup(keys(n)) for n in (0, 1, 2)] == [0, 0, 1]
         assert get(cache, 2) == 1

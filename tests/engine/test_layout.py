@@ -81,10 +81,11 @@ def test_ranges_are_those_of_a_plain_loop(case: tuple[GroupLayout, Piece, list[i
         part, place = divmod(number, layout.blocks_per_chunk)
         if not wanted[part]:
             continue
-        inside = place * sum(region.page_bytes for region in layout.regions)
+        start = slots[part]
         for region in layout.regions:
-            expected.append((region.base + block * region.stride_bytes, slots[part] + inside, region.page_bytes))
-            inside += region.page_bytes
+            inside = start + place * region.page_bytes
+            expected.append((region.base + block * region.stride_bytes, inside, region.page_bytes))
+            start += layout.blocks_per_chunk * region.page_bytes
     ranges = piece.select(layout, np.array(slots, dtype=np.int64), np.array(wanted))
     assert list(zip(ranges.engine.tolist(), ranges.arena.tolist(), ranges.sizes.tolist(), strict=True)) == expected
     assert ranges.total_bytes == sum(size for _, _, size in expected)

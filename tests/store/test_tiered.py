@@ -13,18 +13,23 @@ from kvtier.policy.ingestion import IngestionLimits, IngestionType
 from kvtier.policy.registry import policy_names
 from kvtier.store.moves import (
     NO_SLOT,
+    Action,
+    CommitParts,
     DeleteParts,
     FenceDone,
+    HurryReads,
     LoadFailed,
     LoadReleased,
     PartPlace,
+    ReadDone,
+    ReadParts,
     ResetTier,
     Source,
     StoreFailed,
     WriteDone,
     WriteParts,
 )
-from kvtier.store.tiered import LoadPlan, Part, Presence, StoreLimits, TieredStore
+from kvtier.store.tiered import SHARED_DISK_BYTES, LoadPlan, Part, Presence, StoreLimits, TieredStore
 
 SLOT = 8192
 LIMITS = StoreLimits(slot_bytes=(SLOT,), arena_bytes=4 * SLOT, disk_bytes=8 * SLOT)
@@ -515,28 +520,244 @@ def test_a_key_twice_in_a_load_is_refused() -> None:
     store.check()
 
 
+SHARED = replace(LIMITS, disk_bytes=SHARED_DISK_BYTES, disk_shared=True)
+AHEAD = replace(LIMITS, preload_bytes_max=3 * SLOT)
+
+
+def test_a_shared_disk_has_what_it_was_seen_to_have_and_is_never_emptied_by_us() -> None:
+    store = TieredStore(SHARED)
+    store.believe(keys(0, 1), 0, 0.0)
+    assert store.leading_run(keys(0, 1, 2)) == (2, False)
+    assert store.begin_store(parts(0, 1), 0.0) == [], "it is stored already"
+    store.disbelieve(keys(1, 7), 0.0)
+    assert store.leading_run(keys(0, 1)) == (1, False)
+    for number in range(100, 140):
+        store_parts(store, number)
+        assert finish_writes(store) == []
+    assert store.counters["written_parts"] >= 40 and store.gauges()["disk_limit_bytes"] == 0
+    assert not any(isinstance(action, DeleteParts) for action in store.take_actions())
+    store.check()
+
+
+def test_what_every_rank_has_written_to_a_shared_disk_is_announced() -> None:
+    store = TieredStore(replace(SHARED, rank_count=2))
+    store_parts(store, 0, 1)
+    (write,) = store.take_actions()
+    assert isinstance(write, WriteParts)
+    store.apply(WriteDone(write.move_id, {}), 0.0)
+    assert store.take_actions() == []
+    store.apply(WriteDone(write.move_id, {key(1): "exists_different: another"}), 0.0)
+    assert store.take_actions() == [CommitParts(keys(0))]
+    assert store.begin_store(parts(2), 0.0) is not None
+    store.end_store(keys(2), 0.0)
+    assert isinstance(store.take_actions()[0], WriteParts), (
+        "what another engine has under a name is no fault of the disk"
+    )
+    store.check()
+
+
+@pytest.mark.parametrize(
+    ("reason", "removed"),
+    [
+        ("missing", False),
+        ("io: EIO", False),
+        ("RecordNamespaceError", False),
+        ("RecordChecksumError", True),
+        ("RecordKeyError", True),
+        ("short: cut", True),
+    ],
+)
+def test_a_bad_file_on_a_shared_disk_is_removed_and_a_good_one_of_another_is_not(reason: str, removed: bool) -> None:
+    store = TieredStore(SHARED)
+    store.believe(keys(0, 1), 0, 0.0)
+    load = store.begin_load(parts(0, 1), "r", 0.0)
+    store.apply(LoadFailed(load.load_id, {key(1): reason}, ""), 0.0)
+    assert not store.end_load("r", 0.0)
+    assert store.take_actions() == ([DeleteParts(keys(1))] if removed else [])
+    assert store.leading_run(keys(0, 1)) == (1, False)
+    store.check()
+
+
+def test_a_full_shared_disk_gets_no_writes_for_a_while() -> None:
+    store = TieredStore(SHARED)
+    store_parts(store, 0)
+    finish_writes(store, {key(0): "no_space: full"})
+    store_parts(store, 1)
+    assert written_keys(store) == []
+    store.tick(LIMITS.disk_retry_s)
+    store_parts(store, 2)
+    assert written_keys(store) == keys(2)
+
+
+def test_where_dram_is_no_cache_parts_leave_it_when_written_or_loaded() -> None:
+    store = TieredStore(replace(LIMITS, dram_keeps=False))
+    store_parts(store, 0, 1)
+    assert store.source(key(0)) is Source.DRAM, "the slot serves reads until it is written"
+    load = store.begin_load(parts(0), "early", 0.0)
+    finish_writes(store)
+    assert (store.source(key(0)), store.source(key(1))) == (Source.DRAM, Source.DISK)
+    assert store.end_load("early", 0.0) and load.parts[0].source is Source.DRAM
+    assert store.source(key(0)) is Source.DISK
+    assert store.gauges()["dram_used_bytes"] == 0
+    assert store.begin_load(parts(0, 1), "late", 0.0).parts[0].offset != NO_SLOT, "reads have slots of their own"
+    assert store.end_load("late", 0.0)
+    assert store.gauges()["dram_used_bytes"] == 0
+    store.check()
+
+
+def test_generations_only_grow_and_may_leap() -> None:
+    store = TieredStore(LIMITS, generation=4)
+    store.reset(0.0, 1 << 60)
+    assert store.generation == 1 << 60
+    with pytest.raises(ValueError, match="not newer"):
+        store.reset(0.0, 7)
+
+
+def on_disk(limits: StoreLimits, *numbers: int) -> TieredStore:
+    store = TieredStore(limits)
+    store.fill_from_disk([(key(n), 0, 16) for n in numbers], 0.0)
+    return store
+
+
+def finish_reads(store: TieredStore, failed: dict[bytes, str] | None = None) -> list[bytes]:
+    """Carry out the reads ahead as one rank would; returns what was read."""
+    read: list[bytes] = []
+    for action in store.take_actions():
+        if isinstance(action, ReadParts):
+            mine = {part.key: failed[part.key] for part in action.parts if failed and part.key in failed}
+            store.apply(ReadDone(action.move_id, mine), 0.0)
+            read += [part.key for part in action.parts]
+    return read
+
+
+def test_a_preload_is_waited_for_and_then_served_from_dram() -> None:
+    store = on_disk(AHEAD, 0, 1)
+    assert store.preload(parts(0, 1), "r", 0.0)
+    assert store.leading_run(keys(0, 1)) == (2, True) and store.presence(key(0)) is Presence.PENDING
+    assert store.has_pending()
+    store.hurry(keys(0, 1))
+    store.hurry(keys(0, 1))
+    read, hurry = store.take_actions()
+    assert isinstance(read, ReadParts) and hurry == HurryReads(read.move_id)
+    store.apply(ReadDone(read.move_id, {}), 0.0)
+    assert store.leading_run(keys(0, 1)) == (2, False) and not store.has_pending()
+    assert {part.source for part in store.begin_load(parts(0, 1), "r", 0.0).parts} == {Source.DRAM}
+    assert store.end_load("r", 0.0)
+    assert store.counters["preload_used_parts"] == 2 and store.gauges()["preload_used_bytes"] == 0
+    store.check()
+
+
+def test_preloads_take_only_what_demand_leaves() -> None:
+    store = on_disk(AHEAD, *range(8))
+    load = store.begin_load(parts(7), "now", 0.0)
+    assert load.parts[0].source is Source.DISK
+    assert not store.preload(parts(0), "r", 0.0), "a load is reading"
+    assert store.end_load("now", 0.0)
+    assert not store.preload(parts(0, 1, 2, 3), "r", 0.0), "three slots are the bound"
+    assert finish_reads(store) == keys(0, 1, 2)
+    assert not store.preload(parts(4), "s", 0.0)
+    assert store.begin_load(parts(0, 1, 2), "r", 0.0).parts[0].source is Source.DRAM
+    store.end_load("r", 0.0)
+    assert store.preload(parts(4), "s", 0.0)
+    store.check()
+
+
+def test_foreground_takes_the_cache_first_and_then_what_was_read_ahead() -> None:
+    store = on_disk(AHEAD, 0, 1)
+    store.preload(parts(0, 1), "r", 0.0)
+    finish_reads(store)
+    store_parts(store, 10, 11)
+    finish_writes(store)
+    store_parts(store, 12, 13, now_s=1.0)
+    finish_writes(store)
+    assert [store.source(k) for k in keys(0, 1, 10, 11)] == [Source.DRAM, Source.DRAM, Source.DISK, Source.DISK]
+    assert not store.preload(parts(10, 11, 0), "s", 2.0) or store.source(key(0)) is Source.DRAM
+    finish_reads(store)
+    assert [store.source(k) for k in keys(0, 1)] == [Source.DRAM] * 2, "a preload evicts no other"
+    store.check()
+    assert store.begin_store(parts(20, 21, 22, 23), 3.0) is not None
+    assert store.gauges()["preload_used_bytes"] == 0
+    store.check()
+
+
+def test_requests_share_one_read_and_it_stays_for_the_last_of_them() -> None:
+    store = on_disk(replace(AHEAD, dram_keeps=False), 0)
+    assert store.preload(parts(0), "a", 0.0) and store.preload(parts(0), "b", 0.0)
+    assert finish_reads(store) == keys(0)
+    store.release_preload("a", 0.0)
+    assert store.source(key(0)) is Source.DRAM
+    store.release_preload("b", 0.0)
+    assert store.source(key(0)) is Source.DISK and store.gauges()["dram_used_bytes"] == 0
+    store.check()
+
+
+def test_a_preload_that_fails_is_a_miss_and_one_given_up_leaves_nothing() -> None:
+    store = on_disk(replace(AHEAD, dram_keeps=False), 0, 1)
+    store.preload(parts(0, 1), "r", 0.0)
+    store.release_preload("r", 0.0)
+    assert finish_reads(store, {key(1): "io: EIO"}) == keys(0, 1)
+    assert store.leading_run(keys(0)) == (1, False)
+    assert store.presence(key(1)) is Presence.MISS
+    assert store.gauges()["dram_used_bytes"] == 0
+    store.check()
+
+
+def test_a_preload_under_way_at_a_reset_owns_its_slots_until_it_ends() -> None:
+    store = on_disk(replace(AHEAD, rank_count=2), 0, 1)
+    store.preload(parts(0, 1), "r", 0.0)
+    read = store.take_actions()[0]
+    assert isinstance(read, ReadParts)
+    store.reset(0.0)
+    (reset,) = store.take_actions()
+    assert isinstance(reset, ResetTier)
+    for _ in range(2):
+        store.apply(FenceDone(reset.fence_id), 0.0)
+        store.apply(ReadDone(read.move_id, {}), 0.0)
+        store.check()
+    assert store.gauges()["dram_used_bytes"] == 0 and store.settled()
+
+
+def test_a_late_preload_stops_keeping_the_engine_awake() -> None:
+    store = on_disk(AHEAD, 0)
+    store.preload(parts(0), "r", 0.0)
+    (read,) = store.take_actions()
+    store.tick(LIMITS.write_deadline_s)
+    assert not store.has_pending() and not store.settled()
+    assert isinstance(read, ReadParts)
+    store.apply(ReadDone(read.move_id, {}), 99.0)
+    assert store.settled()
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Random events on two ranks' worth of answers; a model holds what every slot and the disk really contain."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes = (SLOT, 3 * SLOT)
-        self.begin(IngestionType.ALL, "lru")
+        self.begin(IngestionType.ALL, "lru", shared=False, keeps=True)
         self.now_s = 0.0
         self.slot_key: dict[int, bytes] = {}
         self.disk: set[bytes] = set()
         self.storing: list[list[PartPlace]] = []
         self.loading: dict[str, LoadPlan] = {}
         self.held: list[LoadPlan] = []
-        self.commands: list[WriteParts | DeleteParts | ResetTier] = []
+        self.commands: list[Action] = []
         self.owner = 0
 
-    @initialize(ingestion=st.sampled_from(IngestionType), policy=st.sampled_from(policy_names()))
-    def begin(self, ingestion: IngestionType, policy: str) -> None:
+    @initialize(
+        ingestion=st.sampled_from(IngestionType),
+        policy=st.sampled_from(policy_names()),
+        shared=st.booleans(),
+        keeps=st.booleans(),
+    )
+    def begin(self, ingestion: IngestionType, policy: str, *, shared: bool, keeps: bool) -> None:
         limits = StoreLimits(
             slot_bytes=self.sizes,
             arena_bytes=16 * SLOT,
-            disk_bytes=20 * SLOT,
+            disk_bytes=SHARED_DISK_BYTES if shared else 20 * SLOT,
+            disk_shared=shared,
+            dram_keeps=keeps,
+            preload_bytes_max=9 * SLOT,
             disk_retry_s=3.0,
             dram_policy=policy,
             disk_policy=policy,
@@ -576,6 +797,27 @@ class StoreMachine(RuleBasedStateMachine):
         for place in self.loading[owner].parts:
             assert place.source is not Source.MISSING
 
+    @rule(numbers=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True))
+    def preload(self, numbers: list[int]) -> None:
+        self.owner += 1
+        self.store.preload(self.tokens(numbers), str(self.owner), self.now_s)
+
+    @rule(back=st.integers(0, 5), numbers=st.lists(st.integers(0, 30), max_size=3))
+    def give_up_a_preload_or_hurry_it(self, back: int, numbers: list[int]) -> None:
+        self.store.release_preload(str(self.owner - back), self.now_s)
+        self.store.hurry([key(n) for n in numbers])
+
+    @precondition(lambda self: self.store.limits.disk_shared)
+    @rule(numbers=st.lists(st.integers(0, 30), min_size=1, max_size=6), present=st.booleans(), told=st.booleans())
+    def others_store_or_remove(self, numbers: list[int], present: bool, told: bool) -> None:
+        changed = {key(n) for n in numbers}
+        self.disk = self.disk | changed if present else self.disk - changed
+        for n in numbers if told else []:
+            if present:
+                self.store.believe([key(n)], n % 2, self.now_s)
+            else:
+                self.store.disbelieve([key(n)], self.now_s)
+
     @precondition(lambda self: self.loading)
     @rule(index=st.integers(0, 9), outcome=st.sampled_from(["good", "good", "lost", "late", "held"]))
     def end_load(self, index: int, outcome: str) -> None:
@@ -583,12 +825,18 @@ class StoreMachine(RuleBasedStateMachine):
         load = self.loading.pop(owner)
         places = load.parts
         self.flush_commands_up_to_writes()
+        missing = {place.key for place in places if place.source is Source.DISK and place.key not in self.disk}
+        if missing and outcome == "good":
+            assert self.store.limits.disk_shared, "the disk should have what it was asked for"
+            outcome = "missing"
         for place in places:
             if place.source is Source.DRAM:
                 assert self.slot_key[place.offset] == place.key, "bytes of another key would have been served"
             elif place.offset != NO_SLOT:
                 self.slot_key[place.offset] = place.key if outcome == "good" else b"rubbish"
         lost = {places[0].key: "checksum"} if outcome == "lost" else {}
+        if outcome == "missing":
+            lost = dict.fromkeys(sorted(missing), "missing")
         if outcome != "good":
             held = outcome == "held"
             self.store.apply(LoadFailed(load.load_id, lost, "" if lost else "deadline", held), self.now_s)
@@ -616,13 +864,22 @@ class StoreMachine(RuleBasedStateMachine):
         if self.commands:
             self.carry_out(self.commands.pop(0), outcome)
 
-    def carry_out(self, command: WriteParts | DeleteParts | ResetTier, outcome: str) -> None:
+    def carry_out(self, command: Action, outcome: str) -> None:
         if isinstance(command, DeleteParts):
             self.disk -= set(command.keys)
         elif isinstance(command, ResetTier):
             self.disk.clear()
             self.store.apply(FenceDone(command.fence_id), self.now_s)
-        else:
+        elif isinstance(command, ReadParts):
+            bad = {place.key: "missing" for place in command.parts if place.key not in self.disk}
+            if outcome != "good":
+                bad[command.parts[-1].key] = outcome
+            for place in command.parts:
+                self.slot_key[place.offset] = b"rubbish" if place.key in bad else place.key
+            self.store.apply(ReadDone(command.move_id, bad), self.now_s)
+        elif isinstance(command, CommitParts):
+            assert self.store.limits.disk_shared
+        elif isinstance(command, WriteParts):
             for place in command.parts:
                 assert self.slot_key[place.offset] == place.key, "a write would have taken another key's bytes"
             failed = {} if outcome == "good" else {command.parts[-1].key: outcome}
@@ -637,6 +894,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.store.reset(self.now_s)
+        # A read ahead ends before the fence is answered, or after: its slots are its own until then.
         # The engine drops its jobs and the ranks finish them before they answer the fence.
         for places in self.storing:
             self.slot_key.update({place.offset: b"old" for place in places})
@@ -647,7 +905,7 @@ class StoreMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         self.store.check()
         used = sum(self.sizes[int(k.removeprefix(b"key")) % 2] for k in self.disk)
-        assert used <= 20 * SLOT, "more on disk than its capacity"
+        assert used <= 20 * SLOT or self.store.limits.disk_shared, "more on disk than its capacity"
 
 
 StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -5,7 +5,7 @@ Three threads, each with a queue of its own, none ever waiting for another:
 - the *storer* copies parts out of the engine into their slots and seals them there (head and checksum);
 - the *loader* brings parts into the engine: what lies in DRAM at once, what lies on disk batch by batch as its reads complete,
   verifying each before its copy, while the next are being read;
-- the *writer* carries out the control plane's actions (write, delete, reset) in their order.
+- the *writer* carries out the control plane's actions (write, read ahead, delete, reset) in their order.
 
 The engine's thread submits jobs, and collects what has ended with `poll`. A job ends exactly once, well or not; a job that
 ends badly says so in an outcome that `poll` hands out no later than the job. Nothing raised in a thread ends the thread:
@@ -39,11 +39,14 @@ from kvtier.store.moves import (
     Action,
     DeleteParts,
     FenceDone,
+    HurryReads,
     Key,
     LoadFailed,
     LoadReleased,
     Outcome,
     PartPlace,
+    ReadDone,
+    ReadParts,
     ResetTier,
     Source,
     StoreFailed,
@@ -172,6 +175,7 @@ class DataPlane:
         self._loads: dict[int, _LoadJob] = {}
         self._load_fences: list[tuple[int, set[int]]] = []
         self._fences_passed: dict[int, int] = {}
+        self._reads_ahead: dict[int, Transfer] = {}
         self._threads = [
             threading.Thread(target=target, name=f"kvtier-{name}-{rank}", daemon=True)
             for name, target in (("store", self._run_storer), ("load", self._run_loader), ("write", self._run_writer))
@@ -502,14 +506,23 @@ class DataPlane:
                 logger.warning("kvtier: the disk tier refused an action", exc_info=True)
                 if isinstance(action, WriteParts):
                     self._report(WriteDone(action.move_id, {part.key: f"io: {error!r}" for part in action.parts}))
+                elif isinstance(action, ReadParts):
+                    self._report(ReadDone(action.move_id, {part.key: f"io: {error!r}" for part in action.parts}))
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, WriteParts):
             self._write(action)
+        elif isinstance(action, ReadParts):
+            self._read_ahead(action)
+        elif isinstance(action, HurryReads):
+            with self._lock:
+                transfer = self._reads_ahead.get(action.move_id)
+            if transfer is not None:
+                transfer.promote(Lane.DEMAND)
         elif isinstance(action, DeleteParts):
             if self._disk is not None:
                 self._disk.delete(action.keys)
-        else:
+        elif isinstance(action, ResetTier):
             self._reset(action)
 
     def _reset(self, action: ResetTier) -> None:
@@ -531,12 +544,10 @@ class DataPlane:
                 return
         self._start_fence(action.fence_id)
 
-    def _write(self, action: WriteParts) -> None:
-        if self._disk is None:
-            self._report(WriteDone(action.move_id, {part.key: "this rank has no disk tier" for part in action.parts}))
-            return
+    def _when_all_end(self, count: int, then: Callable[[dict[Key, str]], None]) -> Callable[[Sequence[PartDone]], None]:
+        """A `done` for `count` parts, that calls `then` with the reasons of those that failed when the last has ended."""
         failed: dict[Key, str] = {}
-        left = len(action.parts)
+        left = count
         lock = threading.Lock()
 
         def done(parts: Sequence[PartDone]) -> None:
@@ -548,8 +559,35 @@ class DataPlane:
                         failed[part.key] = f"{part.failure.value}: {part.detail}"
                 last = left == 0
             if last:
-                self._report(WriteDone(action.move_id, failed))
+                then(failed)
 
+        return done
+
+    def _read_ahead(self, action: ReadParts) -> None:
+        """Read into slots; what was read is verified when a load takes it, as all that lies in DRAM is."""
+        if self._disk is None:
+            self._report(ReadDone(action.move_id, {part.key: "this rank has no disk tier" for part in action.parts}))
+            return
+        ended = False
+
+        def end(failed: dict[Key, str]) -> None:
+            nonlocal ended
+            with self._lock:
+                ended = True
+                self._reads_ahead.pop(action.move_id, None)
+            self._report(ReadDone(action.move_id, failed))
+
+        reads = [PartRead(part.key, self._slot(part)) for part in action.parts]
+        transfer = self._disk.submit_read(reads, self._when_all_end(len(reads), end), lane=Lane.PRELOAD)
+        with self._lock:
+            if not ended:
+                self._reads_ahead[action.move_id] = transfer
+
+    def _write(self, action: WriteParts) -> None:
+        if self._disk is None:
+            self._report(WriteDone(action.move_id, {part.key: "this rank has no disk tier" for part in action.parts}))
+            return
+        done = self._when_all_end(len(action.parts), lambda failed: self._report(WriteDone(action.move_id, failed)))
         writes = [
             PartWrite(part.key, self._slot(part), depth_tokens=depth)
             for part, depth in zip(action.parts, action.depths_tokens, strict=True)

@@ -51,11 +51,15 @@ class Cache:
         if part_bytes <= 0:
             raise ConfigError(f"part_bytes is {part_bytes}: a part has at least one byte")
         config = load_config(settings, environ=os.environ, extra_source="kvtier.open").config
+        if config.shared_storage_path is not None:
+            raise ConfigError(
+                "shared_storage_path works in an engine, not in kvtier.open: use disk_path, or a SharedStore as `disk`"
+            )
         self.config = config
         self.part_bytes = part_bytes
         space = Namespace({**namespace, "part_bytes": part_bytes})
         slot = slot_bytes(part_bytes)
-        arena_bytes = config.dram_bytes // PAGE_BYTES * PAGE_BYTES
+        arena_bytes = config.rank_dram_bytes(1) // PAGE_BYTES * PAGE_BYTES
         has_disk = disk is not None or config.disk_path is not None
         staging_bytes = staging_bytes_of(arena_bytes, [slot]) if has_disk else 0
         if arena_bytes < staging_bytes + 2 * slot:

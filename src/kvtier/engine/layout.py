@@ -1,8 +1,8 @@
 """Where a part's bytes lie in an engine's cache: from block ids and slots to lists of ranges to copy.
 
 A group's cache is a list of regions (a layer, or a pair of aliased layers): block `b` of a region starts at
-`base + b * stride` and its first `page` bytes are worth keeping. A part is the pages of its blocks, block after block, region
-after region. The same lists serve copies on a CPU and on a GPU.
+`base + b * stride` and its first `page` bytes are worth keeping. A part is the pages of its blocks, region after region, and
+in each region block after block, as py-kvcache has it in its files. The same lists serve copies on a CPU and on a GPU.
 """
 
 from collections.abc import Sequence
@@ -51,19 +51,19 @@ class GroupLayout:
         self._base = np.array([region.base for region in regions], dtype=np.int64)
         self._stride = np.array([region.stride_bytes for region in regions], dtype=np.int64)
         self._page = np.array([region.page_bytes for region in regions], dtype=np.int64)
-        self._place = np.concatenate(([0], np.cumsum(self._page)[:-1])).astype(np.int64)
-        self.block_bytes = int(self._page.sum())
-        self.payload_bytes = self.block_bytes * blocks_per_chunk
+        self._place = np.concatenate(([0], np.cumsum(self._page)[:-1])).astype(np.int64) * blocks_per_chunk
+        self.payload_bytes = int(self._page.sum()) * blocks_per_chunk
 
-    def ranges(self, block_ids: Addresses, starts: Addresses) -> Ranges:
+    def ranges(self, block_ids: Addresses, slots: Addresses, places: Addresses) -> Ranges:
         """Ranges of whole blocks.
 
         Args:
             block_ids: the engine's blocks.
-            starts: for each, the address of its place in a slot.
+            slots: for each, the address of its slot.
+            places: for each, which of its part's blocks it is.
         """
         engine = self._base[None, :] + block_ids[:, None] * self._stride[None, :]
-        arena = starts[:, None] + self._place[None, :]
+        arena = slots[:, None] + self._place[None, :] + places[:, None] * self._page[None, :]
         sizes = np.ascontiguousarray(np.broadcast_to(self._page, engine.shape))
         return Ranges(engine.ravel(), arena.ravel(), sizes.ravel())
 
@@ -106,11 +106,11 @@ class Piece:
         """
         places = np.arange(self.first, self.first + len(self.block_ids), dtype=np.int64)
         owners = np.array(self.parts, dtype=np.int64)[places // layout.blocks_per_chunk]
-        starts = slot_addresses[owners] + places % layout.blocks_per_chunk * layout.block_bytes
+        places %= layout.blocks_per_chunk
         if wanted is None:
-            return layout.ranges(self.block_ids, starts)
+            return layout.ranges(self.block_ids, slot_addresses[owners], places)
         mask = wanted[owners]
-        return layout.ranges(self.block_ids[mask], starts[mask])
+        return layout.ranges(self.block_ids[mask], slot_addresses[owners][mask], places[mask])
 
 
 def join(ranges: Sequence[Ranges]) -> Ranges:

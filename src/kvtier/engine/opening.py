@@ -1,6 +1,7 @@
 """From the configuration to what it asks for: the control plane's limits, and the disk tier of a rank."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.config import Config
@@ -8,9 +9,15 @@ from kvtier.identity.namespace import Namespace, write_manifest
 from kvtier.memory.arena import Arena
 from kvtier.policy.admission import AdmissionLimits
 from kvtier.policy.ingestion import IngestionLimits, IngestionType
-from kvtier.store.tiered import StoreLimits
+from kvtier.record.envelope import Identity
+from kvtier.store.moves import Key
+from kvtier.store.tiered import SHARED_DISK_BYTES, StoreLimits
+from kvtier.tier.disk.base import PartStore
 from kvtier.tier.disk.engines import COMPILER_ARENA_BYTES_MIN, make_io
+from kvtier.tier.disk.presence import SharedPresence
 from kvtier.tier.disk.segment_store import SegmentStore
+from kvtier.tier.disk.shared_layout import SharedLayout
+from kvtier.tier.disk.shared_store import SharedStore
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +70,74 @@ def open_disk(
     return store
 
 
+def open_shared(
+    config: Config,
+    layout: SharedLayout,
+    namespace: Namespace,
+    *,
+    rank: int,
+    group_of: Callable[[Key], int],
+    payload_bytes: tuple[int, ...],
+) -> SharedStore:
+    """The part store of one rank on a shared filesystem, below names that are this namespace's (see `claim`).
+
+    Args:
+        group_of: the group of a key's part.
+        payload_bytes: bytes of a part, by group.
+
+    Raises ConfigError, StoreUnavailableError: nothing is left open then.
+    """
+    io = make_io(config.disk_io, iodepth=config.io_depth, open_lookahead=config.open_lookahead or None)
+    store: SharedStore
+
+    def identity(key: Key) -> Identity:
+        return Identity(namespace.id, key, store.generation, group_of(key), rank)
+
+    try:
+        store = SharedStore(
+            layout,
+            rank=rank,
+            trailer=config.shared_trailer,  # type: ignore[arg-type]
+            sync_on_store=config.sync_on_store,
+            free_bytes_min=config.disk_free_bytes_min,
+            io=io,
+            payload_bytes=lambda key: payload_bytes[group_of(key)],
+            identity=identity,
+        )
+    except BaseException:
+        io.close(0.0)
+        raise
+    logger.info("kvtier: shared disk: %s, I/O by %s, %s", layout.model_directory, io.name, io.chosen_because)
+    for note in store.stats.notes:
+        logger.warning("kvtier: shared disk: %s", note)
+    if not store.direct_io:
+        logger.info("kvtier: shared disk: reads and writes go through the page cache: %s", store.direct_io_reason)
+    return store
+
+
+def open_presence(
+    config: Config, layout: SharedLayout, *, ranks: int, generation: int, clock: Callable[[], float]
+) -> SharedPresence:
+    """What tells the scheduler's side which parts are on a shared filesystem. Threads do the asking: it needs no ring, and no compiler in this process."""
+    return SharedPresence(
+        layout,
+        ranks=ranks,
+        io=make_io("threads", iodepth=config.io_depth),
+        clock=clock,
+        generation=generation,
+        markers=ranks > 1 and config.shared_trailer == "on",
+        present_s=config.shared_present_s,
+        absent_s=config.shared_absent_s,
+    )
+
+
+def preload_bytes(config: Config, arena_bytes: int, slot_bytes: tuple[int, ...]) -> int:
+    """How much of an arena preloads may take: all but what `io_depth` loads and stores need at a time."""
+    if not (config.enable_preload and config.preload_lookahead_requests):
+        return 0
+    return max(0, arena_bytes - config.io_depth * max(slot_bytes))
+
+
 def store_limits(
     config: Config,
     *,
@@ -88,11 +163,23 @@ def store_limits(
         ),
         admission=AdmissionLimits(seen_min=config.disk_admission_seen_min, by_value=config.disk_admission_by_value),
         part_tokens=part_tokens,
+        disk_shared=disk_bytes == SHARED_DISK_BYTES,
+        dram_keeps=config.staging_cache != "off",
+        preload_bytes_max=preload_bytes(config, arena_bytes, slot_bytes),
     )
 
 
-def disk_counters(store: SegmentStore) -> dict[str, int]:
+def disk_counters(store: PartStore) -> dict[str, int]:
     """What has gone over the medium since the store was opened, for metrics."""
+    if isinstance(store, SharedStore):
+        shared = store.stats
+        return {
+            "disk_written_bytes": shared.written_bytes,
+            "disk_read_bytes": shared.read_bytes,
+            "disk_found_parts": shared.parts_found_written,
+        }
+    if not isinstance(store, SegmentStore):
+        return {}
     stats, endurance = store.stats(), store.endurance()
     return {
         "disk_written_bytes": stats.written_bytes,

@@ -41,6 +41,11 @@ def _canonical(fields: Mapping[str, object]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def manifest_of(namespace: Namespace) -> dict[str, object]:
+    """What a manifest says, as JSON has it."""
+    return {"format": MANIFEST_FORMAT, "id": namespace.id.hex(), "fields": dict(namespace.fields)}
+
+
 def write_manifest(namespace: Namespace, root: Path) -> Path:
     """Make the namespace's directory under `root` and put its manifest there. Returns the directory.
 
@@ -54,12 +59,12 @@ def write_manifest(namespace: Namespace, root: Path) -> Path:
             found = json.loads(path.read_text())
         except ValueError as error:
             raise StoreUnavailableError(f"{path} is not JSON ({error}): move {directory} away, or delete it") from None
-        if found != {"format": MANIFEST_FORMAT, "id": namespace.id.hex(), "fields": dict(namespace.fields)}:
+        if found != manifest_of(namespace):
             raise StoreUnavailableError(
                 f"{path} belongs to another namespace or version of kvtier: move {directory} away, or delete it"
             )
         return directory
-    text = json.dumps({"format": MANIFEST_FORMAT, "id": namespace.id.hex(), "fields": namespace.fields}, indent=1)
+    text = json.dumps(manifest_of(namespace), indent=1)
     temporary = directory / f".{MANIFEST_NAME}.{os.getpid()}"
     temporary.write_text(text + "\n")
     temporary.replace(path)

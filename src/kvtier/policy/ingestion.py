@@ -115,6 +115,10 @@ class Ingestion:
             and key not in self._inflight
         )
 
+    def due(self, key: Key) -> bool:
+        """Whether `key` waits to be written, or is being written."""
+        return key in self._queue or key in self._inflight
+
     def left(self, key: Key) -> None:
         """`key` is no longer in DRAM. A write that began goes on and still has to end."""
         self._entries.pop(key, None)

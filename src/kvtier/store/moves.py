@@ -38,8 +38,27 @@ class WriteParts(msgspec.Struct, frozen=True, tag=True):
     depths_tokens: list[int]
 
 
+class ReadParts(msgspec.Struct, frozen=True, tag=True):
+    """Read these parts from disk into their slots ahead of a load, after all that loads wait for, and answer with one ReadDone."""
+
+    move_id: int
+    parts: list[PartPlace]
+
+
+class HurryReads(msgspec.Struct, frozen=True, tag=True):
+    """A load waits for what this ReadParts reads: no longer after the others. No answer."""
+
+    move_id: int
+
+
 class DeleteParts(msgspec.Struct, frozen=True, tag=True):
     """Drop these keys from disk. No answer: deletes take effect before any later write of the same rank."""
+
+    keys: list[Key]
+
+
+class CommitParts(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has these keys on a disk tier that others share: say so there. For the scheduler's own side, no answer."""
 
     keys: list[Key]
 
@@ -51,11 +70,18 @@ class ResetTier(msgspec.Struct, frozen=True, tag=True):
     fence_id: int
 
 
-Action = WriteParts | DeleteParts | ResetTier
+Action = WriteParts | ReadParts | HurryReads | DeleteParts | CommitParts | ResetTier
 
 
 class WriteDone(msgspec.Struct, frozen=True, tag=True):
     """A rank has finished a WriteParts: `failed` holds the reason for each key that is not on its disk."""
+
+    move_id: int
+    failed: dict[Key, str]
+
+
+class ReadDone(msgspec.Struct, frozen=True, tag=True):
+    """A rank has finished a ReadParts: `failed` holds the reason for each key that is not in its slot."""
 
     move_id: int
     failed: dict[Key, str]
@@ -94,4 +120,4 @@ class FenceDone(msgspec.Struct, frozen=True, tag=True):
     fence_id: int
 
 
-Outcome = WriteDone | LoadFailed | LoadReleased | StoreFailed | FenceDone
+Outcome = WriteDone | ReadDone | LoadFailed | LoadReleased | StoreFailed | FenceDone

@@ -18,6 +18,13 @@ Failure is a miss: a lost key leaves the index, its slot is given back, the rest
 given back too, since nobody can say which of them are whole. A full disk shrinks the effective capacity to what fits, so that
 eviction makes room, and lets it grow back later; any other fault of the disk stops writes for a while.
 
+A disk tier may be *shared* with engines elsewhere. Then what is on it is nobody's to count or evict here: `believe` and `disbelieve` say what others
+were seen to have there, `_disk` holds a bounded number of such beliefs, no capacity is kept, and what every rank has written is announced (CommitParts). A
+belief that turns out wrong is a lost key like any other.
+
+A preload reads parts from disk into slots before a load asks for them (`_reads`, `_reading`, `Preloads`). Its slots are FILLING and leased until every rank
+has answered; lookups then say PENDING, so that a load waits for the read that is under way instead of reading again.
+
 Every admission is all-or-nothing: room is looked for among unleased records first; only if there is enough are they evicted, as
 one batch, and the new records entered.
 """
@@ -36,25 +43,31 @@ from kvtier.policy.registry import make_policy
 from kvtier.store.moves import (
     NO_SLOT,
     Action,
+    CommitParts,
     DeleteParts,
     FenceDone,
+    HurryReads,
     Key,
     LoadFailed,
     LoadReleased,
     Outcome,
     PartPlace,
+    ReadDone,
+    ReadParts,
     ResetTier,
     Source,
     StoreFailed,
     WriteDone,
     WriteParts,
 )
+from kvtier.store.preloads import Preloads
 from kvtier.store.slots import SlotAllocator
 
 NO_SPACE = "no_space"
 OVER_BUDGET = "over_budget"
-"""Kinds of write failure that say nothing against the disk: it is full, and room is made; it has been written enough for now.
-After any other kind writes are suspended for a while."""
+EXISTS_DIFFERENT = "exists_different"
+"""Kinds of write failure that say nothing against the disk: it is full, and room is made (on a shared one nobody here can make any); it has been written
+enough for now; another engine has stored something else under the name. After any other kind writes are suspended for a while."""
 
 
 _INGEST_ALL = IngestionLimits(IngestionType.ALL)
@@ -62,6 +75,13 @@ _ADMIT_ALL = AdmissionLimits()
 _REUSE_SAMPLES_MAX = 2048
 _WRITES_AT_ONCE = 64
 _WRITES_AHEAD = 8
+_BELIEFS_MAX = 1 << 20
+
+SHARED_DISK_BYTES = 1 << 60
+"""`disk_bytes` of a disk tier whose bound is somebody else's."""
+
+LEFT_ON_SHARED = ("missing", "io", "RecordNamespaceError")
+"""Kinds of loss after which a shared disk's file is left as it is: nothing is there, it may be there, or it is another engine's."""
 
 
 class Presence(Enum):
@@ -107,6 +127,9 @@ class StoreLimits:
         ingestion: which parts are written from DRAM to disk, when, and how many at a time.
         admission: which of those the disk tier takes.
         part_tokens: tokens of one part, by group, for quotas in tokens; empty where unknown.
+        disk_shared: the disk tier is shared with other engines, and bounded by a janitor; `disk_bytes` is SHARED_DISK_BYTES then.
+        dram_keeps: DRAM is a cache; if not, a part leaves it once it is written, or the load that it was read for has ended.
+        preload_bytes_max: how much of the arena may hold what was read ahead, 0 for no preloads.
     """
 
     slot_bytes: tuple[int, ...]
@@ -120,6 +143,9 @@ class StoreLimits:
     ingestion: IngestionLimits = _INGEST_ALL
     admission: AdmissionLimits = _ADMIT_ALL
     part_tokens: tuple[int, ...] = ()
+    disk_shared: bool = False
+    dram_keeps: bool = True
+    preload_bytes_max: int = 0
 
 
 class _State(IntEnum):
@@ -149,6 +175,7 @@ class _Load:
     load_id: int
     parts: list[PartPlace]
     slots: list[_Slot | None]
+    reads_disk: bool
     ranks_holding: int = 0
     lost: dict[Key, str] = field(default_factory=dict)
     reason: str = ""
@@ -162,6 +189,18 @@ class _Write:
     ranks_left: int
     generation: int
     expired: bool = False
+    failed: dict[Key, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Read:
+    parts: list[PartPlace]
+    slots: list[_Slot]
+    deadline_s: float
+    ranks_left: int
+    generation: int
+    expired: bool = False
+    hurried: bool = False
     failed: dict[Key, str] = field(default_factory=dict)
 
 
@@ -208,6 +247,9 @@ class TieredStore:
         self._disk_suspended = False
         self._writing: dict[Key, int] = {}
         self._writes: dict[int, _Write] = {}
+        self._reading: dict[Key, int] = {}
+        self._reads: dict[int, _Read] = {}
+        self._preloads = Preloads(limits.preload_bytes_max)
         self._loads: dict[str, _Load] = {}
         self._held: dict[int, _Owed] = {}
         self._filling: dict[Key, _Slot] = {}
@@ -225,7 +267,7 @@ class TieredStore:
         slot = self._dram.get(key)
         if slot is not None and slot.state is _State.READY:
             return Presence.HIT
-        if key in self._disk:
+        if key in self._disk and key not in self._reading:
             return Presence.HIT
         return Presence.MISS if slot is None else Presence.PENDING
 
@@ -238,15 +280,31 @@ class TieredStore:
 
     def leading_run(self, keys: Sequence[Key]) -> Run:
         """How many of `keys`, from the first on, are there: a hit is a contiguous prefix."""
-        dram, disk, pending, length = self._dram, self._disk, False, 0
+        dram, disk, reading, pending, length = self._dram, self._disk, self._reading, False, 0
         for key in keys:
             slot = dram.get(key)
-            if (slot is None or slot.state is not _State.READY) and key not in disk:
-                if slot is None:
-                    break
-                pending = True
+            if slot is None or slot.state is not _State.READY:
+                if key not in disk:
+                    if slot is None:
+                        break
+                    pending = True
+                elif key in reading:
+                    pending = True
             length += 1
         return Run(length, pending)
+
+    def believe(self, keys: Sequence[Key], group: int, now_s: float) -> None:
+        """A shared disk was seen to have `keys`."""
+        assert self._disk_policy is not None and self.limits.disk_shared
+        size = self.limits.slot_bytes[group]
+        for key in keys:
+            if key not in self._disk and key not in self._writing:
+                self._enter_disk(key, group, RecordInfo(size), now_s)
+
+    def disbelieve(self, keys: Sequence[Key], now_s: float) -> None:
+        """A shared disk was seen not to have `keys`, or is not known to have them any more."""
+        assert self._disk_policy is not None and self.limits.disk_shared
+        self._evict_disk([key for key in keys if key in self._disk], now_s)
 
     def request(self, request: RequestInfo, now_s: float, group: int = 0) -> None:
         """A request was looked up for the first time, with its keys of one group: what learns from requests is told."""
@@ -261,6 +319,65 @@ class TieredStore:
         self._dram_policy.finished(keys, output_tokens, now_s)
         if self._disk_policy is not None:
             self._disk_policy.finished(keys, output_tokens, now_s)
+
+    # ---- preloads: from disk into DRAM, before a load asks
+
+    def preload(self, wanted: Sequence[Part], owner: str, now_s: float) -> bool:
+        """Read ahead what `owner` is expected to load; False if there is more to read, for which asking again later is worth it.
+
+        Only what demand leaves: nothing while a load reads from disk, no more than `preload_bytes_max` at a time, no slot of what another request was
+        promised. The leading parts that fit are taken. What is lost by now ends the prefix.
+        """
+        new: list[Part] = []
+        room_bytes = self._preloads.room_bytes()
+        if room_bytes < min(self.limits.slot_bytes) or any(load.reads_disk for load in self._loads.values()):
+            return False
+        complete = True
+        for part in wanted:
+            if part.key in self._dram:
+                self._preloads.share(part.key, owner)
+                continue
+            if part.key not in self._disk:
+                break
+            room_bytes -= self.limits.slot_bytes[part.group]
+            if room_bytes < 0:
+                complete = False
+                break
+            new.append(part)
+        if not new:
+            return complete
+        slots = self._admit(new, now_s, ahead=True)
+        if slots is None:
+            self.counters["preload_refused_parts"] += len(new)
+            return False
+        move_id = self._new_id()
+        places = [
+            PartPlace(part.key, part.group, slot.offset, Source.DISK) for part, slot in zip(new, slots, strict=True)
+        ]
+        deadline_s = now_s + self.limits.write_deadline_s
+        self._reads[move_id] = _Read(places, slots, deadline_s, self.limits.rank_count, self.generation)
+        for part in new:
+            self._reading[part.key] = move_id
+            self._disk_leases[part.key] += 1
+            self._preloads.stage(part.key, self.limits.slot_bytes[part.group], owner)
+        self._actions.append(ReadParts(move_id, places))
+        self.counters["preload_parts"] += len(new)
+        return complete
+
+    def hurry(self, keys: Sequence[Key]) -> None:
+        """A request waits for `keys`: reads ahead of any of them are in a hurry now."""
+        for move_id in {self._reading[key] for key in keys if key in self._reading}:
+            read = self._reads[move_id]
+            if not read.hurried:
+                read.hurried = True
+                self._actions.append(HurryReads(move_id))
+
+    def release_preload(self, owner: str, now_s: float) -> None:
+        """`owner` will not load what was read ahead for it, or has begun to."""
+        for key in self._preloads.release(owner):
+            slot = self._dram.get(key)
+            if slot is not None:
+                self._let_go(key, slot, now_s)
 
     # ---- loads: from a tier into the engine
 
@@ -305,8 +422,12 @@ class TieredStore:
                 continue
             slots[place] = new[0]
             parts[place] = PartPlace(part.key, part.group, new[0].offset, Source.DISK)
-        load = _Load(self._new_id(), parts, slots)
+        load = _Load(self._new_id(), parts, slots, any(part.source is Source.DISK for part in parts))
         self._loads[owner] = load
+        self.counters["preload_used_parts"] += sum(
+            part.source is Source.DRAM and part.key in self._preloads for part in parts
+        )
+        self.release_preload(owner, now_s)
         self.counters["load_dram_parts"] += sum(part.source is Source.DRAM for part in parts)
         self.counters["load_disk_parts"] += sum(part.source is Source.DISK for part in parts)
         return LoadPlan(load.load_id, parts)
@@ -320,9 +441,7 @@ class TieredStore:
         held: list[_Slot] = []
         for part, slot in zip(load.parts, load.slots, strict=True):
             if part.source is Source.DISK:
-                self._disk_leases[part.key] -= 1
-                if self._disk_leases[part.key] <= 0:
-                    del self._disk_leases[part.key]
+                self._release_disk(part.key)
             if slot is None:
                 continue
             filled = part.source is Source.DISK and slot.state is _State.FILLING
@@ -336,11 +455,12 @@ class TieredStore:
                 held.append(slot)
             else:
                 self._release(slot)
+                self._let_go(part.key, slot, now_s)
         if held:
             self._held[load.load_id] = _Owed(load.ranks_holding, held, now_s + self.limits.write_deadline_s)
         for part in load.parts:
             if part.key in load.lost and part.source is Source.DISK:
-                self._forget_disk(part.key, now_s)
+                self._forget_disk(part.key, load.lost[part.key], now_s)
         if failed:
             self.counters["load_failed"] += 1
         return not failed
@@ -396,6 +516,8 @@ class TieredStore:
         """One rank's word on what it was asked to do. Words on what nobody waits for any more are ignored."""
         if isinstance(outcome, WriteDone):
             self._apply_write(outcome, now_s)
+        elif isinstance(outcome, ReadDone):
+            self._apply_read(outcome, now_s)
         elif isinstance(outcome, LoadFailed):
             load = self._load_by_id(outcome.load_id)
             if load is not None:
@@ -425,6 +547,10 @@ class TieredStore:
                 write.expired = True
                 self.counters["write_late"] += 1
                 self._notice(f"a disk write took longer than {self.limits.write_deadline_s} s")
+        for read in self._reads.values():
+            if not read.expired and now_s >= read.deadline_s:
+                read.expired = True
+                self._notice(f"a read ahead took longer than {self.limits.write_deadline_s} s")
         self._ingest(now_s)
         for owed in (*self._fences.values(), *self._held.values()):
             if not owed.expired and now_s >= owed.deadline_s:
@@ -440,12 +566,13 @@ class TieredStore:
 
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""
-        awaited: list[_Write | _Owed] = [*self._writes.values(), *self._fences.values(), *self._held.values()]
+        awaited: list[_Write | _Read | _Owed]
+        awaited = [*self._writes.values(), *self._reads.values(), *self._fences.values(), *self._held.values()]
         return bool(self._actions) or any(not move.expired for move in awaited)
 
     def settled(self) -> bool:
         """Whether nothing is under way, what is late included."""
-        return not (self._actions or self._writes or self._fences or self._held)
+        return not (self._actions or self._writes or self._reads or self._fences or self._held)
 
     def take_actions(self) -> list[Action]:
         """What every rank has to do, in this order. Each is handed out once."""
@@ -502,9 +629,15 @@ class TieredStore:
                     break
             self._evict_disk(victims, now_s)
 
-    def reset(self, now_s: float) -> None:
-        """Forget everything, on every tier, and begin a new generation: nothing of the old one is served again."""
-        self.generation += 1
+    def reset(self, now_s: float, generation: int | None = None) -> None:
+        """Forget everything, on every tier, and begin a new generation: nothing of the old one is served again.
+
+        `generation` is the next by default; on a shared disk it has to be one that no other engine ever takes.
+        """
+        generation = self.generation + 1 if generation is None else generation
+        if generation <= self.generation:
+            raise ValueError(f"generation {generation} is not newer than {self.generation}: generations only grow")
+        self.generation = generation
         owed = list(self._filling.values())
         self._filling.clear()
         self._store_failed.clear()
@@ -513,6 +646,8 @@ class TieredStore:
             load.slots = [None] * len(load.slots)
         self._loads.clear()
         self._disk_leases.clear()
+        self._reading.clear()
+        self._preloads.clear()
         for key, slot in list(self._dram.items()):
             self._forget_slot(key, slot, now_s)
         if self._disk_policy is not None:
@@ -533,15 +668,17 @@ class TieredStore:
             "dram_used_bytes": self._slots.used_bytes(),
             "dram_parts": len(self._dram),
             "disk_used_bytes": self._disk_used_bytes,
-            "disk_limit_bytes": self._disk_limit_bytes,
+            "disk_limit_bytes": 0 if self.limits.disk_shared else self._disk_limit_bytes,
             "disk_parts": len(self._disk),
             "writes_in_flight": len(self._writes),
             "loads_in_flight": len(self._loads),
+            "preloads_in_flight": len(self._reads),
+            "preload_used_bytes": self._preloads.used_bytes,
         }
 
     def advice(self) -> dict[tuple[str, float], float]:
         """Estimated hit rate, by recency, of each tier at half, once, twice and four times its capacity."""
-        tiers = {"dram": self.limits.arena_bytes, "disk": self.limits.disk_bytes}
+        tiers = {"dram": self.limits.arena_bytes, "disk": 0 if self.limits.disk_shared else self.limits.disk_bytes}
         return {
             (tier, factor): rate
             for tier, capacity in tiers.items()
@@ -556,6 +693,7 @@ class TieredStore:
             [s for load in self._loads.values() for s in load.slots if s is not None],
             list(self._filling.values()),
             [s for write in self._writes.values() for s in write.slots],
+            [s for read in self._reads.values() for s in read.slots],
             [s for owed in (*self._fences.values(), *self._held.values()) for s in owed.slots],
         ):
             owners.update(id(slot) for slot in slots)
@@ -574,6 +712,10 @@ class TieredStore:
         doomed |= {id(s): s for s in owed_slots if s.state is _State.DOOMED}
         doomed |= {id(s): s for ld in self._loads.values() for s in ld.slots if s and s.state is _State.DOOMED}
         doomed |= {id(s): s for s in self._filling.values() if s.state is _State.DOOMED}
+        doomed |= {id(s): s for read in self._reads.values() for s in read.slots if s.state is _State.DOOMED}
+        assert self._preloads.used_bytes <= max(0, self._preloads.bytes_max), "more was read ahead than may be"
+        assert self._preloads.used_bytes >= 0, "the preloads lost count"
+        assert all(move_id in self._reads for move_id in self._reading.values()), "a key is read by nobody"
         held = sum(self.limits.slot_bytes[s.group] for s in (*self._dram.values(), *doomed.values()))
         assert held == self._slots.used_bytes(), "a slot leaked, or was given back twice"
 
@@ -600,8 +742,11 @@ class TieredStore:
             self._noticed.add(line)
             self._notices.append(line)
 
-    def _admit(self, new: Sequence[Part], now_s: float) -> list[_Slot] | None:
-        """Slots in state FILLING with one lease for all of `new`, or None and nothing changed."""
+    def _admit(self, new: Sequence[Part], now_s: float, *, ahead: bool = False) -> list[_Slot] | None:
+        """Slots in state FILLING with one lease for all of `new`, or None and nothing changed.
+
+        What was read ahead goes last, and not at all for another read `ahead`.
+        """
         key_at: dict[int, Key] = {}
 
         def is_leased(key: Key) -> bool:
@@ -610,8 +755,18 @@ class TieredStore:
 
         writes: list[tuple[Key, _Slot]] = []
 
-        def victims() -> Iterator[tuple[int, int]]:
+        def ordered() -> Iterator[Key]:
+            staged = []
             for key in self._dram_policy.candidates(now_s, is_leased, new[0].key):
+                if key in self._preloads:
+                    staged.append(key)
+                else:
+                    yield key
+            if not ahead:
+                yield from staged
+
+        def victims() -> Iterator[tuple[int, int]]:
+            for key in ordered():
                 slot = self._dram[key]
                 if self._ingestion.evicting(key) and self._begin_write(key, now_s):
                     # Ingestion EVICTED: its bytes have to stay until they are written. Enough of those, and the caller asks again.
@@ -631,6 +786,7 @@ class TieredStore:
             del self._dram[key]
             self._dram_policy.remove(key, now_s, evicted=True)
             self._ingestion.left(key)
+            self._preloads.drop([key])
             self._slots.give(victim)
         self.counters["dram_evicted_parts"] += len(chosen)
         slots = []
@@ -650,9 +806,17 @@ class TieredStore:
             del self._dram[key]
             self._dram_policy.remove(key, now_s, evicted=False)
             self._ingestion.left(key)
+            self._preloads.drop([key])
             slot.state = _State.DOOMED
             if slot.leases == 0:
                 self._slots.give(slot.offset)
+
+    def _let_go(self, key: Key, slot: _Slot, now_s: float) -> None:
+        """Where DRAM is no cache: nobody needs this part here any more, unless it waits to be written, or for a load."""
+        if self.limits.dram_keeps or slot.leases or slot.state is not _State.READY or key in self._preloads:
+            return
+        if self._dram.get(key) is slot and not self._ingestion.due(key):
+            self._forget_slot(key, slot, now_s)
 
     def _release(self, slot: _Slot) -> None:
         slot.leases -= 1
@@ -660,13 +824,29 @@ class TieredStore:
         if slot.leases == 0 and slot.state is _State.DOOMED:
             self._slots.give(slot.offset)
 
-    def _forget_disk(self, key: Key, now_s: float) -> None:
+    def _release_disk(self, key: Key) -> None:
+        self._disk_leases[key] -= 1
+        if self._disk_leases[key] <= 0:
+            del self._disk_leases[key]
+
+    def _enter_disk(self, key: Key, group: int, info: RecordInfo, now_s: float) -> None:
+        assert self._disk_policy is not None
+        self._disk[key] = group
+        self._disk_used_bytes += self.limits.slot_bytes[group]
+        self._disk_policy.insert(key, info, now_s)
+        if self.limits.disk_shared and len(self._disk) > _BELIEFS_MAX:
+            oldest = next(self._disk_policy.candidates(now_s, lambda key: key in self._disk_leases), None)
+            if oldest is not None:
+                self._evict_disk([oldest], now_s)
+
+    def _forget_disk(self, key: Key, reason: str, now_s: float) -> None:
         group = self._disk.pop(key, None)
         if group is not None and self._disk_policy is not None:
             self._disk_policy.remove(key, now_s, evicted=False)
             self._ingestion.lost(key)
             self._disk_used_bytes -= self.limits.slot_bytes[group]
-            self._actions.append(DeleteParts([key]))
+            if not (self.limits.disk_shared and _kind(reason) in LEFT_ON_SHARED):
+                self._actions.append(DeleteParts([key]))
             self.counters["disk_lost_parts"] += 1
 
     def _evict_disk(self, victims: Sequence[Key], now_s: float) -> None:
@@ -675,7 +855,7 @@ class TieredStore:
             self._disk_used_bytes -= self.limits.slot_bytes[self._disk.pop(key)]
             self._disk_policy.remove(key, now_s, evicted=True)
             self._ingestion.lost(key)
-        if victims:
+        if victims and not self.limits.disk_shared:
             self._actions.append(DeleteParts(list(victims)))
             self.counters["disk_evicted_parts"] += len(victims)
 
@@ -746,29 +926,61 @@ class TieredStore:
             self._release(slot)
         if write.generation != self.generation:
             return
+        written: list[Key] = []
         assert self._disk_policy is not None and self._admission is not None
         for part, slot in zip(write.parts, write.slots, strict=True):
             group = self._writing.pop(part.key)
             size = self.limits.slot_bytes[group]
             self._ingestion.ended(part.key, written=part.key not in write.failed)
+            self._disk_used_bytes -= size
             if part.key in write.failed:
-                self._disk_used_bytes -= size
                 self._admission.undo(size)
             else:
-                self._disk[part.key] = group
-                self._disk_policy.insert(part.key, slot.info, now_s)
-                self.counters["written_parts"] += 1
+                self._enter_disk(part.key, group, slot.info, now_s)
+                written.append(part.key)
+            self._let_go(part.key, slot, now_s)
+        self.counters["written_parts"] += len(written)
+        if written and self.limits.disk_shared:
+            self._actions.append(CommitParts(written))
         if write.failed:
-            # Other ranks may have written what one could not: a part counts only where all have it.
-            self._actions.append(DeleteParts(list(write.failed)))
+            # Other ranks may have written what one could not: a part counts only where all have it. On a shared disk another engine may have it whole.
+            if not self.limits.disk_shared:
+                self._actions.append(DeleteParts(list(write.failed)))
             self.counters["write_failed_parts"] += len(write.failed)
             for reason in sorted(set(write.failed.values())):
                 self.counters[f"write_failed:{_kind(reason)}"] += 1
                 self._notice(f"parts could not be written to disk, and are served from DRAM only: {reason}")
             self._disk_retry_at_s = now_s + self.limits.disk_retry_s
             kinds = {_kind(reason) for reason in write.failed.values()}
-            if NO_SPACE in kinds:
+            if NO_SPACE in kinds and not self.limits.disk_shared:
                 slack_bytes = 2 * max(self.limits.slot_bytes)
                 self._disk_limit_bytes = max(0, min(self._disk_limit_bytes, self._disk_used_bytes - slack_bytes))
-            self._disk_suspended = not kinds <= {NO_SPACE, OVER_BUDGET}
+            harmless = {EXISTS_DIFFERENT, OVER_BUDGET} if self.limits.disk_shared else {NO_SPACE, OVER_BUDGET}
+            self._disk_suspended = not kinds <= harmless
         self._ingest(now_s)
+
+    def _apply_read(self, outcome: ReadDone, now_s: float) -> None:
+        read = self._reads.get(outcome.move_id)
+        if read is None:
+            return
+        read.failed.update(outcome.failed)
+        read.ranks_left -= 1
+        if read.ranks_left > 0:
+            return
+        del self._reads[outcome.move_id]
+        for part, slot in zip(read.parts, read.slots, strict=True):
+            if read.generation == self.generation:
+                del self._reading[part.key]
+                self._release_disk(part.key)
+                reason = read.failed.get(part.key)
+                if reason is not None:
+                    self._forget_slot(part.key, slot, now_s)
+                    self._forget_disk(part.key, reason, now_s)
+                elif slot.state is _State.FILLING:
+                    slot.state = _State.READY
+                    self._stored(part.key, slot, below=True)
+            self._release(slot)
+            self._let_go(part.key, slot, now_s)
+        for reason in sorted(set(read.failed.values())):
+            self.counters[f"load_failed:{_kind(reason)}"] += 1
+            self._notice(f"a read ahead failed, what it was for is read again or recomputed: {reason}")

@@ -160,10 +160,26 @@ class PartStoreSuite:
         assert read_part(store, b"%032d" % 0, self.part_bytes)[0] is PartFailure.MISSING
         after = self.parts(2, first=100)
         assert set(write_parts(store, after).values()) == {None}
+        assert {entry.key for entry in store.entries()} == set(after)
+        store.close(WAIT_S)
+
+    def test_what_was_stored_after_a_reset_is_no_later_process_s(self, tmp_path: Path) -> None:
+        """Whoever resets may have changed the weights in place: a later start has those of the namespace again."""
+        store = self.open_store(tmp_path, 64 * self.part_bytes)
+        store.reset(store.generation + 3)
+        generation, after = store.generation, self.parts(2, first=100)
+        write_parts(store, after)
         store.close(WAIT_S)
         store = self.open_store(tmp_path, 64 * self.part_bytes)
-        assert store.generation == old + 3
-        assert {entry.key for entry in store.entries()} == set(after)
+        assert store.generation > generation
+        assert list(store.entries()) == []
+        assert {read_part(store, key, self.part_bytes)[0] for key in after} == {PartFailure.MISSING}
+        generation = store.generation
+        write_parts(store, after)
+        store.close(WAIT_S)
+        store = self.open_store(tmp_path, 64 * self.part_bytes)
+        assert store.generation == generation
+        assert {entry.key for entry in store.entries()} == set(after), "without a reset all stays"
         store.close(WAIT_S)
 
     def test_every_part_ends_exactly_once_under_many_threads(self, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ Needs vLLM's Python, not an engine: a contract test of what we use of it.
 """
 
 import logging
+import os
 import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +29,18 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.config import Config
+from kvtier.config import Config, load_config
 from kvtier.engine.opening import disk_counters
 from kvtier.engine.vllm import metrics, startup
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake, KVTierWorkerMetadata, PartsSpec
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of, pieces_of
 from kvtier.errors import ConfigError, StoreUnavailableError
-from kvtier.store.moves import DeleteParts, LoadFailed, PartPlace, WriteDone, WriteParts
-from kvtier.testing.part_store import pattern, write_parts
+from kvtier.store.moves import DeleteParts, HurryReads, LoadFailed, PartPlace, ReadParts, Source, WriteDone, WriteParts
+from kvtier.store.tiered import SHARED_DISK_BYTES
+from kvtier.testing.part_store import pattern, wait_until, write_parts
 from kvtier.tier.disk.segment_store import SegmentStore
+from kvtier.tier.disk.shared_layout import SharedLayout
 from kvtier.tier.disk.threads import ThreadIO
 
 pytestmark = pytest.mark.engine
@@ -337,3 +341,166 @@ def test_a_model_with_an_unknown_cache_is_refused() -> None:
 def test_ids_are_numpy_arrays_of_one_kind() -> None:
     (piece,) = pieces_of(GPULoadStoreSpec([1], [1], [0]), [PartPlace(b"a", 0, 0)], 1)
     assert piece.block_ids.dtype == np.int64
+
+
+# ---- a shared disk
+
+
+class SharedRig:
+    """A manager over a directory that "another engine" stores into, with one rank or more."""
+
+    def __init__(self, root: Path, *, ranks: int = 1, **settings: Any) -> None:
+        self.clock = Clock()
+        self.layout = SharedLayout(root, model="m", block_size=16, blocks_per_file=1, dtype="auto")
+        self.config = load_config({"shared_storage_path": str(root), **settings}, environ={}).config
+        self.manager = KVTierManager(self.config, group_ids=[2, 5], clock=self.clock)
+        self.manager.begin([handshake(disk_bytes=SHARED_DISK_BYTES, shared=self.layout)] * ranks)
+        assert self.manager.shared is not None
+        self.presence = self.manager.shared
+
+    def others_store(self, wanted: list[Any], rank: int = 0) -> None:
+        for key in wanted:
+            path = Path(os.fsdecode(self.layout.path(os.fsencode(self.layout.rank_directory(rank)), key)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    def run(self, wanted: list[Any], name: str = "r") -> tuple[int, bool]:
+        """A request's lookups, step after step, until it is told how much there is."""
+        for _ in range(50):
+            found = self.manager.leading_run(wanted, context(name))
+            if not found.pending:
+                return found
+            wait_until(lambda: not self.presence._asked)
+        raise AssertionError("the lookup never came to an end")
+
+
+@pytest.fixture
+def shared_rig(tmp_path: Path) -> Iterator[Callable[..., SharedRig]]:
+    rigs: list[SharedRig] = []
+
+    def make(**settings: Any) -> SharedRig:
+        rigs.append(SharedRig(tmp_path, **settings))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.manager.shutdown()
+
+
+def many_keys(count: int, group: int = 2) -> list[Any]:
+    return [make_offload_key(number.to_bytes(4, "big") * 8, group) for number in range(count)]
+
+
+def test_what_others_stored_is_asked_for_off_this_thread_and_then_found(shared_rig: Callable[..., SharedRig]) -> None:
+    rig = shared_rig()
+    wanted = many_keys(600)
+    rig.others_store(wanted[:500])
+    assert rig.manager.leading_run(wanted, context()) == (0, True), "a lookup never waits"
+    assert rig.run(wanted) == (500, False)
+    spec = rig.manager.prepare_load(wanted[:3], context())
+    assert isinstance(spec, PartsSpec) and {part.source for part in spec.parts} == {Source.DISK}
+    rig.manager.store.check()  # type: ignore[union-attr]
+
+
+def test_a_new_prompt_costs_few_questions(shared_rig: Callable[..., SharedRig]) -> None:
+    rig = shared_rig()
+    assert rig.run(many_keys(6000)) == (0, False)
+    assert rig.presence.questions <= 64
+
+
+def test_an_answer_that_does_not_come_is_a_miss_at_the_deadline(shared_rig: Callable[..., SharedRig]) -> None:
+    rig = shared_rig()
+    rig.presence._io.submit = lambda jobs, done: None  # type: ignore[method-assign]
+    wanted = many_keys(4)
+    assert rig.manager.leading_run(wanted, context()) == (0, True)
+    assert rig.manager.lookup(wanted[0], context()) is LookupResult.RETRY
+    rig.clock.now_s = rig.config.lookup_deadline_s + 1
+    assert rig.manager.leading_run(wanted, context()) == (0, False)
+    assert rig.manager.lookup(wanted[0], context()) is LookupResult.MISS
+
+
+def test_windows_are_asked_key_by_key(shared_rig: Callable[..., SharedRig]) -> None:
+    rig = shared_rig()
+    wanted = many_keys(3, group=5)
+    rig.others_store(wanted[:1])
+    assert {rig.manager.lookup(key, context()) for key in wanted} == {LookupResult.RETRY}
+    wait_until(lambda: not rig.presence._asked)
+    answers = [rig.manager.lookup(key, context()) for key in wanted]
+    assert answers == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
+
+
+def test_what_vanished_is_found_out_and_stored_again(shared_rig: Callable[..., SharedRig], tmp_path: Path) -> None:
+    rig = shared_rig()
+    wanted = many_keys(4)
+    rig.others_store(wanted)
+    assert rig.run(wanted) == (4, False)
+    for path in tmp_path.rglob("*.bin"):
+        path.unlink()
+    rig.clock.now_s += rig.config.shared_present_s + 1
+    assert rig.run(wanted, "s") == (0, False)
+    output = rig.manager.prepare_store(wanted, context("s"))
+    assert output is not None and output.keys_to_store == wanted, "nothing of it is believed any more"
+
+
+def test_markers_follow_the_last_rank_and_go_before_a_bad_file(
+    shared_rig: Callable[..., SharedRig], tmp_path: Path
+) -> None:
+    rig = shared_rig(ranks=2)
+    wanted, ctx = many_keys(2), context()
+    for rank in (0, 1):
+        rig.others_store([], rank)
+        rig.layout.rank_directory(rank).mkdir(parents=True, exist_ok=True)
+    store(rig.manager, wanted, ctx)
+    (write,) = rig.manager.take_actions()
+    assert isinstance(write, WriteParts)
+    markers = rig.layout.marker_directory()
+    rig.manager.apply([WriteDone(write.move_id, {})])
+    assert rig.manager.take_actions() == [] and not list(markers.rglob("*.bin"))
+    rig.manager.apply([WriteDone(write.move_id, {})])
+    assert rig.manager.take_actions() == [], "the ranks have nothing to do with it"
+    wait_until(lambda: len(list(markers.rglob("*.bin"))) == 2)
+    spec = rig.manager.prepare_load(wanted, ctx)
+    assert isinstance(spec, PartsSpec) and {part.source for part in spec.parts} == {Source.DISK}, "DRAM only stages"
+    rig.manager.apply([LoadFailed(spec.load_id, {wanted[1]: "RecordChecksumError"}, "")])
+    rig.manager.complete_load(wanted, ctx)
+    assert rig.manager.take_actions() == [DeleteParts([wanted[1]])]
+    wait_until(lambda: len(list(markers.rglob("*.bin"))) == 1)
+
+
+def test_a_reset_takes_a_generation_that_no_engine_has_had(shared_rig: Callable[..., SharedRig]) -> None:
+    first, second = shared_rig(), shared_rig()
+    wanted = many_keys(2)
+    first.others_store(wanted)
+    assert first.run(wanted) == (2, False)
+    first.manager.reset_cache()
+    second.manager.reset_cache()
+    assert first.run(wanted, "s") == (0, False)
+    generations = {rig.manager.store.generation for rig in (first, second)}  # type: ignore[union-attr]
+    assert len(generations) == 2 and min(generations) > 1 << 60
+    before = first.manager.store.generation  # type: ignore[union-attr]
+    first.manager.reset_cache()
+    assert first.manager.store.generation > before  # type: ignore[union-attr]
+
+
+def test_ranks_with_other_places_are_refused(tmp_path: Path) -> None:
+    here, there = (
+        SharedLayout(tmp_path, model=name, block_size=16, blocks_per_file=1, dtype="auto") for name in ("a", "b")
+    )
+    with pytest.raises(StoreUnavailableError, match="mounted at the same place"):
+        make_manager(handshake(shared=here), handshake(shared=there))
+
+
+def test_lookups_for_a_request_that_waits_start_no_deadline_and_hurry_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    settings = {"disk_path": str(tmp_path), "enable_preload": True, "preload_lookahead_requests": 1, "io_depth": 1}
+    manager = KVTierManager(load_config(settings, environ={}).config, group_ids=[2, 5], clock=clock)
+    wanted = keys(2)
+    manager.begin([handshake(entries=(wanted, [16] * len(wanted)))])
+    assert manager.preload(manager.parts(wanted), "r")
+    with manager.looking_ahead():
+        assert manager.leading_run(wanted, context()) == (2, True)
+        assert manager.lookup(wanted[0], context()) is LookupResult.HIT_PENDING
+    assert manager._waiting_since_s == {}
+    assert [type(action) for action in manager.take_actions()] == [ReadParts]
+    assert manager.leading_run(wanted, context()) == (2, True)
+    assert [type(action) for action in manager.take_actions()] == [HurryReads]

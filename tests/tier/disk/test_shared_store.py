@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvtier.cli import gc
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.identity.namespace import Namespace
 from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
@@ -21,7 +23,7 @@ from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import PAGE_BYTES, Op
 from kvtier.tier.disk.janitor import JanitorRules, sweep
 from kvtier.tier.disk.presence import SharedPresence
-from kvtier.tier.disk.shared_layout import SharedLayout, fan_out
+from kvtier.tier.disk.shared_layout import SharedLayout, claim
 from kvtier.tier.disk.shared_store import SharedStore
 
 NAMESPACE = b"shared"
@@ -41,6 +43,12 @@ def layout(root: Path, **changes: object) -> SharedLayout:
 
 def key_of(number: int) -> bytes:
     return b"%032d" % number
+
+
+def file_of(root: Path, key: Key, rank: int = 0, generation: int = 0) -> Path:
+    """Where py-kvcache has a key, in words of its own."""
+    digits = key.hex()
+    return layout(root).rank_directory(rank, generation) / digits[:3] / digits[3:5] / f"{digits}.bin"
 
 
 def identity(key: Key, generation: int = 0) -> Identity:
@@ -115,15 +123,14 @@ def test_plain_files_are_the_payload_and_nothing_else(tmp_path: Path, payload_by
     assert path.read_bytes() == bytes(slot[:payload_bytes])
     # A file that another program wrote, with no envelope, is read and comes out sealed.
     other = key_of(2)
-    first, second, digits = fan_out(other)
-    target = layout(tmp_path).rank_directory(0) / first / second
-    target.mkdir(parents=True, exist_ok=True)
-    (target / f"{digits}.bin").write_bytes(bytes(range(256)) * (payload_bytes // 256) + bytes(payload_bytes % 256))
+    file = file_of(tmp_path, other)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(bytes(range(256)) * (payload_bytes // 256) + bytes(payload_bytes % 256))
     failure, found = read_part(store, other, slot.nbytes)
     assert failure is None
     assert open_slot(found, identity(other), payload_bytes).payload_bytes == payload_bytes
-    assert found[:payload_bytes] == (target / f"{digits}.bin").read_bytes()
-    (target / f"{digits}.bin").write_bytes(b"longer" * payload_bytes)
+    assert found[:payload_bytes] == file.read_bytes()
+    file.write_bytes(b"longer" * payload_bytes)
     assert read_part(store, other, slot.nbytes)[0] is PartFailure.SHORT
     store.close(WAIT_S)
 
@@ -383,16 +390,103 @@ def test_commit_markers_say_in_one_question_that_all_ranks_stored(tmp_path: Path
     store.close(WAIT_S)
 
 
+def test_publish_is_seen_at_once_here_and_by_markers_elsewhere(tmp_path: Path, clock: Clock) -> None:
+    keys = [key_of(1), key_of(2)]
+    layout(tmp_path).model_directory.mkdir(parents=True)
+    ours, theirs = (
+        SharedPresence(layout(tmp_path), ranks=2, io=make_io("threads"), clock=clock, markers=True) for _ in range(2)
+    )
+    assert settled(theirs, keys) == [False, False]
+    ours.publish(keys)
+    assert ours.lookup(keys) == [True, True]
+    wait_until(lambda: all(file_of_marker(tmp_path, key).exists() for key in keys))
+    clock.now_s += 2.0
+    assert settled(theirs, keys) == [True, True]
+    ours.uncommit(keys[:1])
+    assert ours.lookup(keys) == [False, True]
+    theirs.forget(keys)
+    wait_until(lambda: not file_of_marker(tmp_path, keys[0]).exists())
+    assert settled(theirs, keys) == [False, True]
+    assert ours.close(WAIT_S) and theirs.close(WAIT_S)
+    single = SharedPresence(layout(tmp_path), ranks=1, io=make_io("threads"), clock=clock)
+    single.publish([key_of(3)])
+    assert single.lookup([key_of(3)]) == [True] and not file_of_marker(tmp_path, key_of(3)).exists()
+    single.uncommit([key_of(3)])
+    assert single.lookup([key_of(3)]) == [False]
+    assert single.close(WAIT_S)
+
+
+def file_of_marker(root: Path, key: Key) -> Path:
+    digits = key.hex()
+    return layout(root).marker_directory() / digits[:3] / digits[3:5] / f"{digits}.bin"
+
+
+# -- whose a directory is
+
+
+def test_a_directory_is_one_namespace_s_and_others_get_their_own(tmp_path: Path) -> None:
+    first, second = Namespace({"weights": "a"}), Namespace({"weights": "b"})
+    assert claim(layout(tmp_path), first) == layout(tmp_path)
+    assert claim(layout(tmp_path), first) == layout(tmp_path)
+    own = claim(layout(tmp_path), second)
+    assert own.model == f"org/model-1B--{second.id.hex()[:12]}" and own == claim(layout(tmp_path), second)
+    assert json.loads(layout(tmp_path).manifest_path.read_text())["fields"] == {"weights": "a"}
+    assert json.loads(own.manifest_path.read_text())["fields"] == {"weights": "b"}
+    # py-kvcache's files, which nobody has claimed, are the first one's.
+    assert claim(layout(tmp_path, dtype="float16"), second).dtype == "float16"
+    assert [path for path in tmp_path.rglob("*") if ".new-" in path.name] == []
+
+
+def test_engines_that_start_at_once_agree_on_whose_a_directory_is(tmp_path: Path) -> None:
+    for turn in range(20):
+        names = [Namespace({"weights": number % 2, "turn": turn}) for number in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda name, turn=turn: claim(layout(tmp_path / str(turn)), name), names))
+        by_name = {
+            name.id: {one.model for one, other in zip(found, names, strict=True) if other.id == name.id}
+            for name in names
+        }
+        assert all(len(models) == 1 for models in by_name.values()) and len({*map(str, by_name.values())}) == 2
+        assert "org/model-1B" in {one.model for one in found}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"id": 5}'])
+def test_a_manifest_that_is_none_is_refused_or_left_alone(tmp_path: Path, text: str) -> None:
+    path = layout(tmp_path).manifest_path
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    name = Namespace({"weights": "a"})
+    if text in ("", "{"):
+        with pytest.raises(StoreUnavailableError, match="is not JSON.*delete it"):
+            claim(layout(tmp_path), name)
+    else:
+        assert claim(layout(tmp_path), name).model.startswith("org/model-1B--")
+    assert path.read_text() == text
+
+
+def test_names_leave_out_what_all_keys_end_with(tmp_path: Path) -> None:
+    mine = layout(tmp_path, key_suffix=b"\0\0\0\0")
+    key = key_of(1) + bytes(4)
+    store = SharedStore(mine, io=make_io("threads"))
+    assert write_parts(store, {key: sealed(key, 1)}) == {key: None}
+    assert file_of(tmp_path, key_of(1)).is_file()
+    assert [entry.key for entry in store.entries()] == [key]
+    assert read_part(store, key, PART_BYTES) == (None, bytes(sealed(key, 1)))
+    with pytest.raises(ValueError, match="does not end with"):
+        mine.path(b"/x", key_of(1) + b"\0\0\0\1")
+    store.delete([key])
+    wait_until(lambda: not file_of(tmp_path, key_of(1)).exists())
+    store.close(WAIT_S)
+
+
 # -- the janitor
 
 NOW_S = 1_000_000.0
 
 
 def put(root: Path, number: int, age_s: float, *, rank: int = 0, size: int = 1000, generation: int = 0) -> Path:
-    first, second, digits = fan_out(key_of(number))
-    folder = layout(root).rank_directory(rank, generation) / first / second
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{digits}.bin"
+    path = file_of(root, key_of(number), rank, generation)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(size))
     os.utime(path, (NOW_S - age_s, NOW_S - age_s))
     return path

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import ForwardContext
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -81,8 +82,15 @@ class KVTierConnector(OffloadingConnector):
             )
         self.manager.begin(handshakes)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.gpu_block_pool = gpu_block_pool
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
+        if self._spec.settings.enable_preload:
+            self.scheduler.preload()
         return KVTierMetadata(
             load_jobs=meta.load_jobs,
             store_jobs=meta.store_jobs,

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.identity.namespace import Namespace, file_fingerprint
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NOT_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 

@@ -1,9 +1,11 @@
 """The scheduler's side of offloading: vLLM's manager interface over TieredStore."""
 
+import contextlib
 import gc
 import logging
+import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -20,19 +22,22 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import Config
-from kvtier.engine.opening import store_limits
+from kvtier.engine.opening import open_presence, store_limits
 from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, Outcome, Source
+from kvtier.store.moves import Action, CommitParts, DeleteParts, Outcome, Source
 from kvtier.store.tiered import Part, Presence, Run, TieredStore
+from kvtier.tier.disk.presence import SharedPresence
 
 logger = logging.getLogger(__name__)
 
 _HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DISK}
 
 _ADVISE_EVERY_S = 10.0
+_ASKED_FIRST = 64
+_ASKED_MORE = 4
 
 
 class KVTierManager(OffloadingManager):
@@ -65,6 +70,8 @@ class KVTierManager(OffloadingManager):
         self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
+        self.shared: SharedPresence | None = None
+        self._looking_ahead = False
 
     # ---- start
 
@@ -89,10 +96,21 @@ class KVTierManager(OffloadingManager):
             part_tokens=self._part_tokens,
         )
         generation = max(rank.generation for rank in ranks)
+        if any(rank.shared != first.shared for rank in ranks):
+            raise StoreUnavailableError(
+                f"ranks store below {sorted({str(rank.shared and rank.shared.model_directory) for rank in ranks})}: all have to use one "
+                "shared_storage_path, mounted at the same place"
+            )
+        if first.shared is not None:
+            self.shared = open_presence(
+                self.config, first.shared, ranks=len(ranks), generation=generation, clock=self._clock
+            )
         self.store = TieredStore(limits, generation=generation)
         if any(rank.generation != generation for rank in ranks):
             logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
-            self.store.reset(self._clock())
+            self.reset_cache()
+            return
+        if self.shared is not None:
             return
         # A million new objects would have the collector look through all of them again and again, for nothing.
         collecting = gc.isenabled()
@@ -130,17 +148,25 @@ class KVTierManager(OffloadingManager):
         store = self._started()
         if store is None or req_context.req_id in self._declined:
             return LookupResult.MISS
+        known = self._ask([key], store)
         presence = store.presence(key)
+        if presence is Presence.HIT:
+            return LookupResult.HIT
         if presence is Presence.PENDING:
+            store.hurry([key] if not self._looking_ahead else [])
             return LookupResult.HIT_PENDING if self._may_wait(req_context.req_id, store) else LookupResult.MISS
-        return LookupResult.HIT if presence is Presence.HIT else LookupResult.MISS
+        if known < 1:
+            return LookupResult.RETRY if self._may_wait(req_context.req_id, store) else LookupResult.MISS
+        return LookupResult.MISS
 
     def leading_run(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Run:
         """How much of a request's prefix is there; past the lookup deadline only what is there now counts."""
         store = self._started()
         if store is None or req_context.req_id in self._declined:
             return Run(0, False)
-        run = store.leading_run(keys)
+        run = self._shared_run(keys, store) if self.shared is not None else store.leading_run(keys)
+        if run.pending and not self._looking_ahead:
+            store.hurry(keys[: run.length])
         if run.pending and not self._may_wait(req_context.req_id, store):
             ready = 0
             while ready < run.length and store.presence(keys[ready]) is Presence.HIT:
@@ -148,7 +174,47 @@ class KVTierManager(OffloadingManager):
             return Run(ready, False)
         return run
 
+    def _ask(self, keys: Sequence[OffloadKey], store: TieredStore) -> int:
+        """Bring the store up to date on what a shared disk has of `keys`. Returns how many, from the first on, are known; the rest is being asked."""
+        if self.shared is None:
+            return len(keys)
+        elsewhere = [place for place, key in enumerate(keys) if store.source(key) is not Source.DRAM]
+        answers = self.shared.lookup([keys[place] for place in elsewhere])
+        now_s = self._clock()
+        there: dict[int, list[bytes]] = {}
+        gone: list[bytes] = []
+        known = len(keys)
+        for place, answer in zip(elsewhere, answers, strict=True):
+            if answer:
+                there.setdefault(self._group_of[get_offload_group_idx(keys[place])], []).append(keys[place])
+            else:
+                gone.append(keys[place])
+                if answer is None:
+                    known = min(known, place)
+        for group, found in there.items():
+            store.believe(found, group, now_s)
+        store.disbelieve(gone, now_s)
+        return known
+
+    def _shared_run(self, keys: Sequence[OffloadKey], store: TieredStore) -> Run:
+        """The leading run where a shared disk has to be asked: a few keys first, for most prompts are new, then more and more."""
+        length, window, pending = 0, _ASKED_FIRST, False
+        while length < len(keys):
+            batch = keys[length : length + window]
+            known = self._ask(batch, store)
+            run = store.leading_run(batch)
+            length += run.length
+            pending |= run.pending
+            if run.length < len(batch):
+                # What follows a hole is believed of nobody: it would keep what is computed now from being stored.
+                store.disbelieve(keys[length:], self._clock())
+                return Run(length, pending or run.length >= known)
+            window *= _ASKED_MORE
+        return Run(length, pending)
+
     def _may_wait(self, req_id: str, store: TieredStore) -> bool:
+        if self._looking_ahead:
+            return True
         now_s = self._clock()
         since_s = self._waiting_since_s.setdefault(req_id, now_s)
         if now_s - since_s < self.config.lookup_deadline_s:
@@ -228,6 +294,27 @@ class KVTierManager(OffloadingManager):
         if self.store is not None:
             self.store.end_store(list(keys), self._clock())
 
+    # ---- preloads
+
+    @contextlib.contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """Lookups inside are for a request that is not up yet: they may wait as long as they like, and hurry nothing."""
+        self._looking_ahead = True
+        try:
+            yield
+        finally:
+            self._looking_ahead = False
+
+    def parts(self, keys: Sequence[OffloadKey]) -> list[Part]:
+        """What `preload` takes."""
+        return [Part(key, self._group_of[get_offload_group_idx(key)]) for key in keys]
+
+    def preload(self, wanted: Sequence[Part], req_id: str) -> bool:
+        """Read ahead what a waiting request will load. False if there is more to read, later."""
+        if self.store is None or req_id in self._declined:
+            return True
+        return self.store.preload(wanted, req_id, self._clock())
+
     # ---- requests, steps, outcomes
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -239,6 +326,8 @@ class KVTierManager(OffloadingManager):
         self._last_stored.pop(req_context.req_id, None)
         self._waiting_since_s.pop(req_context.req_id, None)
         self._declined.discard(req_context.req_id)
+        if self.store is not None:
+            self.store.release_preload(req_context.req_id, self._clock())
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if self.store is not None:
@@ -254,14 +343,32 @@ class KVTierManager(OffloadingManager):
 
     def take_actions(self) -> list[Action]:
         """What the ranks have to do in this step."""
-        return self.store.take_actions() if self.store is not None else []
+        if self.store is None:
+            return []
+        actions = self.store.take_actions()
+        if self.shared is None:
+            return actions
+        for action in actions:
+            if isinstance(action, CommitParts):
+                self.shared.publish(action.keys)
+            elif isinstance(action, DeleteParts):
+                self.shared.uncommit(action.keys)
+        return [action for action in actions if not isinstance(action, CommitParts)]
 
     def has_pending_work(self) -> bool:
         return self.store is not None and self.store.has_pending()
 
     def reset_cache(self) -> None:
         if self.store is not None:
-            self.store.reset(self._clock())
+            # On a shared disk others count generations too: one that no engine has ever taken, and a later one than all of them.
+            fresh = time.time_ns() // 10**6 << 20 | secrets.randbits(19) << 1 if self.shared is not None else 0
+            self.store.reset(self._clock(), max(fresh, self.store.generation + 1))
+            if self.shared is not None:
+                self.shared.reset(self.store.generation)
+
+    def shutdown(self) -> None:
+        if self.shared is not None:
+            self.shared.close(self.config.close_deadline_s)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self.store is None:

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvtier.store.moves import Action, Outcome, PartPlace
+from kvtier.tier.disk.shared_layout import SharedLayout
 
 
 class PartsSpec(LoadStoreSpec):
@@ -60,6 +61,7 @@ class KVTierHandshake(KVConnectorHandshakeMetadata):
         disk_bytes: what its disk store holds at most, 0 for none.
         generation: the epoch that its disk store serves.
         entries: keys, and depths in tokens, of the parts on its disk, oldest use first.
+        shared: where its parts are on a filesystem that other engines share, which is asked instead of `entries`.
     """
 
     slot_bytes: tuple[int, ...]
@@ -67,6 +69,7 @@ class KVTierHandshake(KVConnectorHandshakeMetadata):
     disk_bytes: int
     generation: int
     entries: tuple[list[bytes], list[int]]
+    shared: SharedLayout | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A million small objects take seconds to pickle; three blocks of memory do not."""

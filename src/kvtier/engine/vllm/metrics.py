@@ -25,6 +25,10 @@ _COUNTERS = {
     "disk_written_bytes": "Bytes written to disks, by all ranks",
     "disk_read_bytes": "Bytes read from disks, by all ranks",
     "disk_corrupt_parts": "Parts that a disk gave back otherwise than they were written",
+    "disk_found_parts": "Parts that another engine had stored on a shared disk before this one did",
+    "preload_parts": "Parts read ahead from disk",
+    "preload_used_parts": "Parts read ahead that a load then took",
+    "preload_refused_parts": "Parts not read ahead for want of room",
     "disk_over_budget_bytes": "Bytes not written because of disk_bytes_a_day",
     "resets": "Times that everything was dropped",
 }
@@ -40,6 +44,8 @@ _GAUGES = {
     "disk_parts": "Parts in the disk tier",
     "writes_in_flight": "Batches of parts being written",
     "loads_in_flight": "Loads being carried out",
+    "preloads_in_flight": "Batches of parts being read ahead",
+    "preload_used_bytes": "Bytes of one rank's DRAM tier that hold what was read ahead and waits for its load",
 }
 
 _ADVICE = "estimated_hit_rate"

@@ -1,13 +1,16 @@
-"""Upstream's scheduling of offloading, with lookups by whole request."""
+"""Upstream's scheduling of offloading, with lookups by whole request, and preloads for those that wait."""
 
+import itertools
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvtier.engine.vllm.manager import KVTierManager
+from kvtier.store.tiered import Part
 
 
 class _OnceAStep(logging.Filter):
@@ -23,6 +26,14 @@ HINTS = "kvtier"
 """Key of kvtier's own wishes in a request's kv_transfer_params."""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits, and the parts that it will load, once they are known."""
+
+    request: Any
+    wanted: list[Part] | None = None
+
+
 class KVTierScheduler(OffloadingConnectorScheduler):
     """Keeps every decision on groups, windows and fences upstream's."""
 
@@ -31,6 +42,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._seen: set[str] = set()
+        # Requests that wait and have not all that they will load in DRAM yet, in order of arrival, which is vLLM's own unless priorities say otherwise.
+        self._waiting: dict[str, _Waiting] = {}
+        self.gpu_block_pool: Any = None
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, req: Any, group_config: Any, start_chunk_idx: int
@@ -54,6 +68,59 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 )
         return answer
 
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if self.manager.config.enable_preload and not request.skip_reading_prefix_cache:
+            self._waiting[request.request_id] = _Waiting(request)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._waiting.pop(request.request_id, None)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def preload(self) -> None:
+        """Once a step: read ahead for the next requests that wait, as far as they are known to hit, the first of them first."""
+        ahead_max = self.manager.config.preload_lookahead_requests
+        for req_id, waiting in list(itertools.islice(self._waiting.items(), ahead_max)):
+            if waiting.wanted is None:
+                waiting.wanted = self._wanted(waiting.request)
+            if waiting.wanted is None:
+                continue
+            if not self.manager.preload(waiting.wanted, req_id):
+                return
+            del self._waiting[req_id]
+
+    def _wanted(self, request: Any) -> list[Part] | None:
+        """What the request would load from below if it were up now; None if that is being asked."""
+        req_status = self._req_status[request.request_id]
+        req_status.update_offload_keys()
+        local_tokens = self._tokens_in_engine(request)
+        req_status.num_locally_computed_tokens = local_tokens
+        with self.manager.looking_ahead():
+            hit_tokens = self._lookup_complete_chunks(req_status)
+        if hit_tokens is None:
+            return None
+        keys: list[OffloadKey] = []
+        for config, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
+            end = -(-(local_tokens + hit_tokens) // config.tokens_per_chunk)
+            mine = state.offload_keys[local_tokens // config.tokens_per_chunk : end]
+            window = config.load_window_size_in_chunks(local_tokens + hit_tokens)
+            keys += mine if window is None else mine[-window:]
+        return self.manager.parts(keys) if hit_tokens else []
+
+    def _tokens_in_engine(self, request: Any) -> int:
+        """How much of the request's prefix the engine's own cache has, where that is simply told: one group of layers, hashed block by block."""
+        config = self.config.kv_group_configs[0]
+        if self.gpu_block_pool is None or len(self.config.kv_group_configs) > 1:
+            return 0
+        if config.tokens_per_block != self.config.tokens_per_hash:
+            return 0
+        blocks = 0
+        for block_hash in request.block_hashes:
+            if self.gpu_block_pool.get_cached_block(block_hash, [config.group_idx]) is None:
+                break
+            blocks += 1
+        return blocks * int(config.tokens_per_block)
+
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
         for req_id in self.manager.take_declined():
@@ -63,6 +130,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 group_state.next_stored_chunk_idx = 0
 
     def request_finished(self, request: Any) -> Any:
+        self._waiting.pop(request.request_id, None)
         req_status = self._req_status.get(request.request_id)
         if request.request_id in self._seen and req_status is not None:
             self._seen.discard(request.request_id)

@@ -3,6 +3,7 @@
 import logging
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
+    OffloadKey,
+    get_offload_group_idx,
+    make_offload_key,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
-from kvtier.engine.opening import may_compile, open_disk
+from kvtier.engine.opening import may_compile, open_disk, open_shared
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake
@@ -33,7 +37,10 @@ from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, RankMemory, available_memory_bytes, require_memory_of_ranks
 from kvtier.record.envelope import slot_bytes
-from kvtier.tier.disk.segment_store import SegmentStore
+from kvtier.store.tiered import SHARED_DISK_BYTES
+from kvtier.tier.disk.base import PartStore
+from kvtier.tier.disk.shared_layout import SharedLayout, claim
+from kvtier.tier.disk.shared_store import SharedStore
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +96,20 @@ class KVTierSpec(OffloadingSpec):
         namespace = namespace_of(
             self.vllm_config, self.kv_cache_config, self.config, self.kv_caches, settings.namespace_label
         )
-        rank_bytes = settings.dram_bytes // parallel.world_size // PAGE_BYTES * PAGE_BYTES
-        staging_bytes = staging_bytes_of(rank_bytes, sizes) if settings.disk_path is not None else 0
+        rank_bytes = settings.rank_dram_bytes(parallel.world_size) // PAGE_BYTES * PAGE_BYTES
+        has_disk = settings.disk_path is not None or settings.shared_storage_path is not None
+        staging_bytes = staging_bytes_of(rank_bytes, sizes) if has_disk else 0
         least_bytes = staging_bytes + 2 * sum(sizes)
         if rank_bytes < least_bytes:
             raise ConfigError(
-                f"dram_bytes is {settings.dram_bytes:,}, which is {rank_bytes:,} for each of {parallel.world_size} ranks: this "
+                f"dram_bytes (or staging_mem) makes {rank_bytes:,} bytes for each of {parallel.world_size} ranks: this "
                 f"model's parts take up to {max(sizes):,} bytes, set dram_bytes to at least "
                 f"{least_bytes * parallel.world_size:,}, or make parts smaller with blocks_per_chunk or vLLM's block_size"
             )
         self._require_memory(rank_bytes)
         arena = Arena(rank_bytes)
-        disk = self._open_disk(namespace, arena)
+        payload_bytes = tuple(layout.payload_bytes for layout in layouts)
+        disk = self._open_disk(namespace, arena, payload_bytes)
         plane = DataPlane(
             arena,
             layouts,
@@ -112,15 +121,21 @@ class KVTierSpec(OffloadingSpec):
             verify=settings.verify_checksums,
             load_deadline_s=settings.load_deadline_s,
         )
-        entries = disk.keys_and_depths() if disk is not None else ([], [])
-        disk_bytes = settings.disk_bytes // parallel.world_size if disk is not None else 0
-        self.handshake = KVTierHandshake(sizes, plane.slots_bytes, disk_bytes, plane.generation, entries)
+        shared = disk.layout if isinstance(disk, SharedStore) else None
+        entries: tuple[list[bytes], list[int]] = ([], [])
+        disk_bytes = 0
+        if shared is not None:
+            disk_bytes = SHARED_DISK_BYTES
+        elif disk is not None:
+            entries = disk.keys_and_depths()
+            disk_bytes = settings.disk_bytes // parallel.world_size
+        self.handshake = KVTierHandshake(sizes, plane.slots_bytes, disk_bytes, plane.generation, entries, shared)
         logger.info(
             "kvtier: rank %d: parts of %s bytes, %.2f GiB of DRAM, disk %s",
             parallel.rank,
             ", ".join(f"{size:,}" for size in sizes),
             rank_bytes / 2**30,
-            settings.disk_path or "off",
+            settings.disk_path or settings.shared_storage_path or "off",
         )
         return KVTierWorker(
             plane,
@@ -142,8 +157,18 @@ class KVTierSpec(OffloadingSpec):
             torch.distributed.all_gather_object(ranks, own, group=engine.cpu_group)
         require_memory_of_ranks(own, ranks, "dram_bytes")
 
-    def _open_disk(self, namespace: Namespace, arena: Arena) -> SegmentStore | None:
+    def _open_disk(self, namespace: Namespace, arena: Arena, payload_bytes: tuple[int, ...]) -> PartStore | None:
         root, parallel = self.settings.disk_path, self.config.parallel
+        if self.settings.shared_storage_path is not None:
+            places = {group.group_id: place for place, group in enumerate(self.config.groups)}
+            return open_shared(
+                self.settings,
+                claim(self._shared_layout(self.settings.shared_storage_path), namespace),
+                namespace,
+                rank=parallel.rank,
+                group_of=lambda key: places[get_offload_group_idx(OffloadKey(key))],
+                payload_bytes=payload_bytes,
+            )
         if root is None:
             return None
         if parallel.data_parallel_size > 1 and root.is_dir():
@@ -151,6 +176,28 @@ class KVTierSpec(OffloadingSpec):
             root = root / f"replica_{parallel.data_parallel_index}"
             root.mkdir(exist_ok=True)
         return open_disk(self.settings, root, namespace, arena, rank=parallel.rank, rank_count=parallel.world_size)
+
+    def _shared_layout(self, root: Path) -> SharedLayout:
+        """py-kvcache's names for this engine's parts. Raises ConfigError."""
+        if not root.is_dir():
+            raise ConfigError(
+                f"shared_storage_path is {str(root)!r}, which {'is not a directory' if root.exists() else 'does not exist'}: create it, or mount it"
+            )
+        parallel, groups = self.config.parallel, self.config.groups
+        model = self.settings.shared_model_name or self.vllm_config.model_config.model
+        if not self.settings.shared_model_name and Path(model).is_absolute():
+            model = Path(model).name
+        return SharedLayout(
+            root,
+            model=model,
+            block_size=groups[0].tokens_per_block,
+            blocks_per_file=self.blocks_per_chunk,
+            dtype=str(self.vllm_config.cache_config.cache_dtype).removeprefix("torch."),
+            tp=parallel.tp_size,
+            pp=parallel.pp_size,
+            pcp=parallel.pcp_size,
+            key_suffix=bytes(make_offload_key(b"", groups[0].group_id)) if len(groups) == 1 else b"",
+        )
 
     def _copy_engine(self, arena: Arena, device: torch.device) -> CopyEngine:
         if device.type == "cpu":

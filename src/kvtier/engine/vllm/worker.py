@@ -20,7 +20,7 @@ from kvtier.engine.opening import disk_counters
 from kvtier.engine.vllm.messages import PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.store.moves import Action, LoadFailed, Outcome, PartPlace, StoreFailed
-from kvtier.tier.disk.segment_store import SegmentStore
+from kvtier.tier.disk.base import PartStore
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class KVTierWorker(OffloadingWorker):
         self,
         plane: DataPlane,
         blocks_per_chunk: int,
-        disk: SegmentStore | None,
+        disk: PartStore | None,
         *,
         wait_deadline_s: float,
         close_deadline_s: float,

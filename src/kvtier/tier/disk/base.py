@@ -146,7 +146,11 @@ class PartStore(ABC):
 
     @abstractmethod
     def reset(self, generation: int) -> None:
-        """Make `generation` durable, then drop every part: none of an older one is served again."""
+        """Make `generation` durable, then drop every part: none of an older one is served again.
+
+        What is written afterwards is served until the store is closed: whoever resets may have changed the weights in place, so a later
+        process, which has those of its namespace again, begins with a generation of its own.
+        """
 
     @abstractmethod
     def flush(self, deadline_s: float) -> bool:

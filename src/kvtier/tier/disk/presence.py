@@ -1,7 +1,7 @@
 """What is present on a shared filesystem: asked in batches beside the caller, and remembered for a while.
 
 `lookup` answers from memory and never waits: True, False, or None for "asked, come again". A True is remembered for `present_s`, a False for `absent_s`, which is
-shorter, because others store all the time; both in bounded memory, forgotten longest-unused first. A True may be wrong by the time of the read: then the read is
+shorter, because others store all the time; but each answer is given once at least. Both are kept in bounded memory, forgotten longest-unused first. A True may be wrong by the time of the read: then the read is
 a miss, and whoever meets it calls `forget`.
 
 A key is present when the parts of every rank are, or, with `markers`, when its commit marker is: an empty file that `commit` makes after every rank
@@ -17,9 +17,20 @@ from typing import TypeAlias
 
 from kvtier.tier.disk.base import Key, Lane
 from kvtier.tier.disk.io import IOEngine, Job, Op, Step
-from kvtier.tier.disk.shared_layout import SharedLayout, folder_of, part_path, temporary_path
+from kvtier.tier.disk.shared_layout import SharedLayout, folder_of, temporary_path
 
 Committed: TypeAlias = Callable[[dict[Key, bool]], None]
+
+
+class _Answer:
+    """What is known of a key, until when; and whether nobody has taken it yet."""
+
+    __slots__ = ("fresh", "present", "until_s")
+
+    def __init__(self, present: bool, until_s: float) -> None:
+        self.present = present
+        self.until_s = until_s
+        self.fresh = True
 
 
 class _Asked:
@@ -38,7 +49,7 @@ class SharedPresence:
     Args:
         layout: the names.
         ranks: how many ranks have a part of each record.
-        io: the engine that asks; not closed here.
+        io: the engine that asks, closed with this.
         clock: seconds, never backwards; `time.monotonic` in production.
         generation: whose parts count.
         markers: ask for commit markers instead of every rank's part.
@@ -68,7 +79,7 @@ class SharedPresence:
         self._absent_s = absent_s
         self._keys_max = keys_max
         self._lock = threading.Lock()
-        self._known: OrderedDict[Key, tuple[bool, float]] = OrderedDict()
+        self._known: OrderedDict[Key, _Answer] = OrderedDict()
         self._asked: dict[Key, _Asked] = {}
         self._made: set[bytes] = set()
         self._model_directory = os.fsencode(layout.model_directory)
@@ -100,15 +111,17 @@ class SharedPresence:
         with self._lock:
             for key in keys:
                 known = self._known.get(key)
-                if known is not None and now_s < known[1]:
+                if known is not None and (known.fresh or now_s < known.until_s):
+                    # Whoever asked takes the answer once, however long a step was.
+                    known.fresh = False
                     self._known.move_to_end(key)
-                    answers.append(known[0])
+                    answers.append(known.present)
                     continue
                 answers.append(None)
                 if key not in self._asked:
                     question = self._asked[key] = _Asked(len(self._directories))
                     for directory in self._directories:
-                        step = Step(Op.STAT, path=part_path(directory, key), length=-1)
+                        step = Step(Op.STAT, path=self._layout.path(directory, key), length=-1)
                         jobs.append(Job((step,), Lane.DEMAND, None, (key, question)))
             self.questions += len(jobs)
         if jobs:
@@ -130,7 +143,7 @@ class SharedPresence:
                     self._remember(key, not asked.absent, now_s)
 
     def _remember(self, key: Key, present: bool, now_s: float) -> None:
-        self._known[key] = (present, now_s + (self._present_s if present else self._absent_s))
+        self._known[key] = _Answer(present, now_s + (self._present_s if present else self._absent_s))
         self._known.move_to_end(key)
         while len(self._known) > self._keys_max:
             self._known.popitem(last=False)
@@ -152,12 +165,23 @@ class SharedPresence:
         """Keys remembered."""
         return len(self._known)
 
+    def publish(self, keys: Sequence[Key]) -> None:
+        """Every rank has stored its parts of these records: from now on they are there, for other engines too."""
+        for key in keys:
+            self.note(key, present=True)
+        if self._markers:
+            self.commit(keys, lambda committed: None)
+
+    def close(self, deadline_s: float) -> bool:
+        """End the engine, questions and markers under way first. True if they all ended in time."""
+        return self._io.close(deadline_s)
+
     def commit(self, keys: Sequence[Key], done: Committed) -> None:
         """Make the commit markers of records whose every rank was stored. `done` gets, for each key, whether its marker is there."""
         jobs = []
         with self._lock:
             for key in keys:
-                final = part_path(self._marker_directory, key)
+                final = self._layout.path(self._marker_directory, key)
                 folder = folder_of(final)
                 steps = []
                 if folder not in self._made:
@@ -194,9 +218,14 @@ class SharedPresence:
         jobs = []
         for key in keys:
             self.note(key, present=False)
-            step = Step(Op.UNLINK, path=part_path(self._marker_directory, key), tolerated=(errno.ENOENT, errno.ENOTDIR))
+            if not self._markers:
+                continue
+            step = Step(
+                Op.UNLINK, path=self._layout.path(self._marker_directory, key), tolerated=(errno.ENOENT, errno.ENOTDIR)
+            )
             jobs.append(Job((step,), Lane.DEMAND, None, key))
-        self._io.submit(jobs, lambda ended: None)
+        if jobs:
+            self._io.submit(jobs, lambda ended: None)
 
 
 def _ancestors(directory: bytes, root: bytes) -> list[bytes]:

@@ -16,7 +16,8 @@ Invariants:
 - Room is counted in whole slots. What is published, in flight or waiting never exceeds the capacity, and neither does the disk that segments take. A
   removed part stops counting at once, so that a delete makes room for the next write; that write then waits, if it must, until the slot is free.
 - A store joined read-only asks the owner's catalog again after each read, and answers MISSING where the row is gone.
-- What was reset is gone: the new generation is durable before `reset` returns, and a read or write that was under way does not end as a success.
+- What was reset is gone: the new generation is durable before `reset` returns, and a read or write that was under way does not end as a success. The number
+  kept for the next start is one more: what is written after a reset may be of weights that only this process has.
 
 What `durability` promises of a part whose `PartDone` was a success:
 
@@ -1189,14 +1190,15 @@ class SegmentStore(PartStore):
             before = list(self._removed)
         error = ""
         try:
-            _write_format(self.directory, self._format | {"generation": generation})
+            _write_format(self.directory, self._format | {"generation": generation + 1})
             self._catalog.reset(generation, self._durability)
         except Exception as exception:  # noqa: BLE001 - told to the one who asked for the reset
             error = f"{type(exception).__name__}: {exception}"
         with self._lock:
             self._reset_error = error
             if not error:
-                self._format["generation"] = self._durable_generation = generation
+                self._format["generation"] = generation + 1
+                self._durable_generation = generation
                 del self._removed[: len(before)]
                 for entry in before:
                     self._removal_committed(entry)

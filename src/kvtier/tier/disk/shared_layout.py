@@ -7,14 +7,19 @@ a later generation's parts in `rank_<r>/<dtype>/generation_<g>/<hhh>/…`, commi
 not end in `.bin`.
 """
 
+import errno
+import json
 import os
 import re
+import shutil
 import socket
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.identity.namespace import MANIFEST_NAME, Namespace, manifest_of
 
 SUFFIX = b".bin"
 TEMPORARY = b".bin.tmp-"
@@ -45,6 +50,7 @@ class SharedLayout:
         blocks_per_file: blocks of one part.
         tp, pp, pcp: sizes of tensor, pipeline and prefill context parallelism.
         dtype: of the cache, as in `bfloat16`.
+        key_suffix: what all keys end with and names leave out: the number of the only group of layers.
 
     Raises:
         ConfigError: a name would leave the root, or a number is not positive.
@@ -58,6 +64,7 @@ class SharedLayout:
     tp: int = 1
     pp: int = 1
     pcp: int = 1
+    key_suffix: bytes = b""
 
     def __post_init__(self) -> None:
         _checked(self.model, "model name", nested=True)
@@ -86,19 +93,68 @@ class SharedLayout:
         directory = self.model_directory / COMMITTED / self.dtype
         return directory / f"generation_{generation}" if generation else directory
 
+    @property
+    def manifest_path(self) -> Path:
+        """Where it says which namespace the parts are of."""
+        return self.model_directory / f"kvtier-{self.dtype}" / MANIFEST_NAME
 
-def fan_out(key: bytes) -> tuple[str, str, str]:
-    """The two directories and the full hash of a key."""
-    digits = key.hex()
-    if len(digits) < 6:
-        raise ValueError(f"key {digits!r} is too short: the layout takes five hex digits of it for directories")
-    return digits[:3], digits[3:5], digits
+    def path(self, directory: bytes, key: bytes) -> bytes:
+        """The file of `key` below a rank's or the markers' directory. Raises ValueError for a key that is not of this layout."""
+        if not key.endswith(self.key_suffix):
+            raise ValueError(
+                f"key {key.hex()} does not end with {self.key_suffix.hex()}, as all keys of this layout do"
+            )
+        digits = key.removesuffix(self.key_suffix).hex()
+        if len(digits) < 6:
+            raise ValueError(f"key {digits!r} is too short: the layout takes five hex digits of it for directories")
+        return f"/{digits[:3]}/{digits[3:5]}/{digits}".encode().join((directory, SUFFIX))
+
+    def key_of(self, name: str) -> bytes:
+        """The key whose file has this name."""
+        return bytes.fromhex(name.removesuffix(SUFFIX.decode())) + self.key_suffix
 
 
-def part_path(directory: bytes, key: bytes) -> bytes:
-    """The file of `key` below a rank's or the markers' directory."""
-    first, second, digits = fan_out(key)
-    return b"/".join((directory, first.encode(), second.encode(), digits.encode() + SUFFIX))
+def claim(layout: SharedLayout, namespace: Namespace) -> SharedLayout:
+    """`layout`, if its parts are `namespace`'s or nobody's yet; else the same below a model name of its own, `<model>--<namespace>`.
+
+    Names say little of what parts depend on: other weights under the same model name would be served as these. What all engines of a
+    namespace come to is the same, whichever starts first. Raises StoreUnavailableError.
+    """
+    own = replace(layout, model=f"{layout.model}--{namespace.id.hex()[:12]}")
+    for wanted in (layout, own):
+        path = wanted.manifest_path
+        try:
+            _name_once(path, json.dumps(manifest_of(namespace), indent=1) + "\n")
+            found = json.loads(path.read_text())
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"{path} cannot be written or read: {error.strerror}; change its mode or choose another shared_storage_path"
+            ) from error
+        except ValueError as error:
+            raise StoreUnavailableError(
+                f"{path} is not JSON ({error}): move {path.parent} away, or delete it"
+            ) from None
+        if isinstance(found, dict) and found.get("id") == namespace.id.hex():
+            return wanted
+    raise StoreUnavailableError(
+        f"{path} says that its parts are of another namespace, {found!r}: move {path.parent} away, or delete it"
+    )
+
+
+def _name_once(path: Path, text: str) -> None:
+    """Make `path` with this text in a directory of its own, unless it is there: a directory that has something in it is never renamed over."""
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
+    new = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}.new-", dir=path.parent.parent))
+    try:
+        (new / path.name).write_text(text)
+        new.chmod(0o755)
+        new.rename(path.parent)
+    except OSError as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def folder_of(path: bytes) -> bytes:

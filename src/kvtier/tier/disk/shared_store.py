@@ -11,8 +11,9 @@ slot that was read is sealed here, from what the caller says that it should hold
 There is no index, and no capacity but a floor of free disk: others write and delete beside us. What is present is asked of the filesystem (see
 `kvtier.tier.disk.presence`), what is too much is removed by the janitor (`kvtier gc`), and a file that is gone at the read is a miss.
 
-A reset moves to a directory of its own for the generation, so that no name of an older one is in the way or can be served. The number is kept in a file beside
-the parts and never shrinks. The older files are left to the janitor.
+A reset moves to a directory of its own for the generation, so that no name of an older one is in the way or can be served. The next number after it is kept
+in a file beside the parts, and is where whoever starts later begins: whoever resets may have changed the weights in place, and what it stores afterwards is
+nobody else's. The older files are left to the janitor.
 """
 
 import errno
@@ -52,7 +53,7 @@ from kvtier.tier.disk.io import (
     aligned_buffer,
     error_text,
 )
-from kvtier.tier.disk.shared_layout import PART_NAME, SharedLayout, folder_of, part_path, temporary_path
+from kvtier.tier.disk.shared_layout import PART_NAME, SharedLayout, folder_of, temporary_path
 
 GENERATION_NAME = "kvtier-generation"
 _USE_PERIOD_S = 3600.0
@@ -231,7 +232,7 @@ class SharedStore(PartStore):
                     for file in files:
                         if PART_NAME.fullmatch(file.name):
                             status = file.stat()
-                            found.append((status.st_mtime, bytes.fromhex(file.name[:-4]), status.st_size))
+                            found.append((status.st_mtime, self.layout.key_of(file.name), status.st_size))
         for _, key, size in sorted(found):
             yield PartEntry(key, size if self._trailer == "on" else _slot_bytes(size))
 
@@ -281,7 +282,7 @@ class SharedStore(PartStore):
             )
         if size == 0:
             return PartDone(part.key, PartFailure.SHORT, "a part of no bytes cannot be stored")
-        write = _Write(part, lane, part_path(self._directory, part.key), self._generation, [batch])
+        write = _Write(part, lane, self.layout.path(self._directory, part.key), self._generation, [batch])
         self._writing[part.key] = write
         job = Job((Step(Op.STAT, path=write.path, length=-1),), lane, None, write)
         batch.jobs.append(job)
@@ -378,7 +379,7 @@ class SharedStore(PartStore):
         return batch
 
     def _read_job(self, part: PartRead, batch: _Batch, lane: Lane, deadline_s: float | None) -> Job:
-        path = part_path(self._directory, part.key)
+        path = self.layout.path(self._directory, part.key)
         buffer = part.buffer.cast("B")
         steps = []
         if self._trailer == "off":
@@ -414,7 +415,7 @@ class SharedStore(PartStore):
                     self._deleting[key] = []
                 elif key not in self._deleting:
                     self._deleting[key] = []
-                    jobs.append(self._delete_job(key, part_path(self._directory, key)))
+                    jobs.append(self._delete_job(key, self.layout.path(self._directory, key)))
             self._open_jobs += len(jobs)
         if jobs:
             self._io.submit(jobs, self._on_deleted)
@@ -442,7 +443,8 @@ class SharedStore(PartStore):
             if generation == self._generation:
                 return
             try:
-                _write_generation(self.layout.rank_directory(self.rank), generation)
+                base = self.layout.rank_directory(self.rank)
+                _write_generation(base, max(generation + 1, _read_generation(base)))
             except OSError as exception:
                 raise StoreUnavailableError(
                     f"generation {generation} could not be made durable in {self.layout.root}: {exception}"
