@@ -185,6 +185,9 @@ class Config:
     preload_share_staging: bool = _setting(
         True, _parse_bool, "one read and one slot for all requests that wait for a part; false is not to be had"
     )
+    trust_lora_paths: bool = _setting(
+        False, _parse_bool, "LoRA adapters never change in place: their name and path say what they hold"
+    )
     accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
     namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
 

@@ -200,6 +200,23 @@ def test_a_handshake_crosses_processes(entries: tuple[list[bytes], list[int]]) -
     assert [type(part) for part in received.entries] == [list, list]
 
 
+def test_an_excluded_request_neither_loads_nor_stores() -> None:
+    manager, ctx = make_manager(), context()
+    manager.on_new_request(ctx)
+    store(manager, keys(2), ctx)
+    assert manager.leading_run(keys(2), ctx).length == 2
+    excluded = context("lora")
+    manager.on_new_request(excluded)
+    manager.exclude("lora")
+    assert manager.leading_run(keys(2), excluded) == (0, False)
+    assert manager.lookup(keys(2)[0], excluded) is LookupResult.MISS
+    output = manager.prepare_store(keys(3), excluded)
+    assert output is not None and output.keys_to_store == []
+    manager.on_request_finished(excluded)
+    manager.on_new_request(excluded)
+    assert manager.leading_run(keys(2), excluded).length == 2, "the name may be another request's later"
+
+
 def test_blocks_are_dealt_to_parts_group_after_group() -> None:
     parts = [PartPlace(b"a", 0, 0), PartPlace(b"b", 0, 0), PartPlace(b"c", 1, 0)]
     spec = GPULoadStoreSpec([7, 8, 9, 3], group_sizes=[3, 1], block_indices=[5, 4])

@@ -67,6 +67,7 @@ class KVTierManager(OffloadingManager):
         self._last_stored: dict[str, dict[int, bytes]] = {}
         self._live: set[str] = set()
         self._declined: set[str] = set()
+        self._excluded: set[str] = set()
         self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
@@ -276,6 +277,11 @@ class KVTierManager(OffloadingManager):
             self._declined.add(req_context.req_id)
             self._newly_declined.append(req_context.req_id)
 
+    def exclude(self, req_id: str) -> None:
+        """Neither load nor store anything of this live request."""
+        self._declined.add(req_id)
+        self._excluded.add(req_id)
+
     def take_declined(self) -> list[str]:
         """Requests whose load failed since the last call: all that they compute is worth storing again."""
         declined, self._newly_declined = self._newly_declined, []
@@ -283,7 +289,7 @@ class KVTierManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         store = self._started()
-        if store is None:
+        if store is None or req_context.req_id in self._excluded:
             return PrepareStoreOutput([], PartsSpec([]), [])
         places = store.begin_store(self._parts(keys, req_context), self._clock())
         if places is None:
@@ -326,6 +332,7 @@ class KVTierManager(OffloadingManager):
         self._last_stored.pop(req_context.req_id, None)
         self._waiting_since_s.pop(req_context.req_id, None)
         self._declined.discard(req_context.req_id)
+        self._excluded.discard(req_context.req_id)
         if self.store is not None:
             self.store.release_preload(req_context.req_id, self._clock())
 
