@@ -9,7 +9,6 @@ wall time.
 """
 
 import ctypes
-import gc
 import json
 import os
 import pickle
@@ -70,52 +69,72 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def start(path: Path, count: int) -> dict[str, Any]:
-    """Seconds of wall time and of CPU for each part of the way, and bytes an entry that each side's index keeps."""
-    from kvtier.engine.vllm.manager import KVTierManager
+class Laps:
+    """Seconds of wall time and of CPU of each part of the way."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, dict[str, float]] = {}
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def lap(self, name: str) -> None:
+        wall_s, cpu_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+        self.steps[name] = {"wall_s": round(wall_s, 3), "cpu_s": round(cpu_s, 3)}
+        self.go_on()
+
+
+def worker(path: Path, count: int) -> tuple[dict[str, Any], bytes]:
+    """The worker's side; what it measured, and the handshake as it goes to the scheduler."""
     from kvtier.engine.vllm.messages import KVTierHandshake
 
-    steps: dict[str, dict[str, float]] = {}
-    clock = [time.perf_counter(), time.process_time()]
-
-    def lap(name: str) -> None:
-        now = [time.perf_counter(), time.process_time()]
-        steps[name] = {"wall_s": round(now[0] - clock[0], 3), "cpu_s": round(now[1] - clock[1], 3)}
-        clock[:] = [time.perf_counter(), time.process_time()]
-
     io = make_io("threads")
-    manager = KVTierManager(Config(dram_bytes=64 << 20, disk_bytes=count * SLOT_BYTES), [0])
-    gc.collect()
     before = resident_bytes()
-    clock[:] = [time.perf_counter(), time.process_time()]
+    laps = Laps()
     store = SegmentStore(path, namespace=NAMESPACE, capacity_bytes=count * SLOT_BYTES, io=io)
-    lap("segment store opens")
+    laps.lap("segment store opens")
     ctypes.CDLL(None).malloc_trim(0)
-    opened = resident_bytes()
-    clock[:] = [time.perf_counter(), time.process_time()]
+    kept = resident_bytes() - before
+    laps.go_on()
     handshake = KVTierHandshake((SLOT_BYTES,), 64 << 20, count * SLOT_BYTES, 0, store.keys_and_depths())
-    lap("handshake is made")
+    laps.lap("handshake is made")
     text = pickle.dumps(handshake)
-    del handshake
-    lap("handshake is pickled")
-    gc.collect()
-    ready = resident_bytes()
-    clock[:] = [time.perf_counter(), time.process_time()]
+    laps.lap("handshake is pickled")
+    assert store.close(10)
+    return {"steps": laps.steps, "bytes_an_entry": kept // count}, text
+
+
+def scheduler(text: bytes, count: int) -> dict[str, Any]:
+    """The scheduler's side; what it measured."""
+    from kvtier.engine.vllm.manager import KVTierManager
+
+    manager = KVTierManager(Config(dram_bytes=64 << 20, disk_bytes=count * SLOT_BYTES), [0])
+    before = resident_bytes()
+    laps = Laps()
     received = pickle.loads(text)
-    lap("handshake is read")
+    laps.lap("handshake is read")
     manager.begin([received])
-    lap("control plane begins")
-    size = len(text)
-    del received, text
+    laps.lap("control plane begins")
+    del received
     ctypes.CDLL(None).malloc_trim(0)
     assert manager.store is not None and manager.store.gauges()["disk_parts"] == count
+    return {"steps": laps.steps, "bytes_an_entry": (resident_bytes() - before) // count}
+
+
+def start(path: Path, log: Path, count: int) -> dict[str, Any]:
+    """One start, its two sides in processes of their own."""
+    one, text = forks.run(lambda: worker(path, count), log=log, timeout_s=300)
+    two = forks.run(lambda: scheduler(text, count), log=log, timeout_s=300)
+    steps = {**one["steps"], **two["steps"]}
     total = {name: round(sum(step[name] for step in steps.values()), 3) for name in ("wall_s", "cpu_s")}
-    memory = {
-        "worker_bytes_an_entry": (opened - before) // count,
-        "scheduler_bytes_an_entry": (resident_bytes() - ready) // count,
+    return {
+        "steps": steps,
+        "total": total,
+        "worker_bytes_an_entry": one["bytes_an_entry"],
+        "scheduler_bytes_an_entry": two["bytes_an_entry"],
+        "handshake_bytes": len(text),
     }
-    assert store.close(10)
-    return {"steps": steps, "total": total, **memory, "handshake_bytes": size}
 
 
 def main() -> int:
@@ -125,7 +144,7 @@ def main() -> int:
         path, log = Path(scratch) / "disk", Path(scratch) / "log"
         path.mkdir()
         forks.run(lambda: build(path, count), log=log, timeout_s=300)
-        starts = [forks.run(lambda: start(path, count), log=log, timeout_s=300) for _ in range(STARTS)]
+        starts = [start(path, log, count) for _ in range(STARTS)]
     wall_s, cpu_s = (median(one["total"][name] for one in starts) for name in ("wall_s", "cpu_s"))
     result = {
         "entries": count,
