@@ -118,11 +118,10 @@ def open_shared(
 def open_presence(
     config: Config, layout: SharedLayout, *, ranks: int, generation: int, clock: Callable[[], float]
 ) -> SharedPresence:
-    """What tells the scheduler's side which parts are on a shared filesystem. Threads do the asking: it needs no ring, and no compiler in this process."""
+    """What tells the scheduler's side which parts are on a shared filesystem."""
     return SharedPresence(
         layout,
         ranks=ranks,
-        io=make_io("threads", iodepth=config.io_depth),
         clock=clock,
         generation=generation,
         markers=ranks > 1 and config.shared_trailer == "on",

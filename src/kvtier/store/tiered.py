@@ -278,6 +278,11 @@ class TieredStore:
             return Source.DRAM
         return Source.DISK if key in self._disk else Source.MISSING
 
+    def not_in_dram(self, keys: Sequence[Key]) -> list[Key]:
+        """Those of `keys` that a load would not take from DRAM."""
+        dram, ready = self._dram, _State.READY
+        return [key for key in keys if (slot := dram.get(key)) is None or slot.state is not ready]
+
     def leading_run(self, keys: Sequence[Key]) -> Run:
         """How many of `keys`, from the first on, are there: a hit is a contiguous prefix."""
         dram, disk, reading, pending, length = self._dram, self._disk, self._reading, False, 0
@@ -297,9 +302,8 @@ class TieredStore:
         """A shared disk was seen to have `keys`."""
         assert self._disk_policy is not None and self.limits.disk_shared
         size = self.limits.slot_bytes[group]
-        for key in keys:
-            if key not in self._disk and key not in self._writing:
-                self._enter_disk(key, group, RecordInfo(size), now_s)
+        for key in [key for key in keys if key not in self._disk and key not in self._writing]:
+            self._enter_disk(key, group, RecordInfo(size), now_s)
 
     def disbelieve(self, keys: Sequence[Key], now_s: float) -> None:
         """A shared disk was seen not to have `keys`, or is not known to have them any more."""

@@ -6,6 +6,7 @@ Needs vLLM's Python, not an engine: a contract test of what we use of it.
 import logging
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -426,14 +427,15 @@ def test_a_new_prompt_costs_few_questions(shared_rig: Callable[..., SharedRig]) 
 
 
 def test_an_answer_that_does_not_come_is_a_miss_at_the_deadline(shared_rig: Callable[..., SharedRig]) -> None:
-    rig = shared_rig()
-    rig.presence._io.submit = lambda jobs, done: None  # type: ignore[method-assign]
+    rig, answer = shared_rig(), threading.Event()
+    rig.presence._exists = lambda path: answer.wait(20) and False
     wanted = many_keys(4)
     assert rig.manager.leading_run(wanted, context()) == (0, True)
     assert rig.manager.lookup(wanted[0], context()) is LookupResult.RETRY
     rig.clock.now_s = rig.config.lookup_deadline_s + 1
     assert rig.manager.leading_run(wanted, context()) == (0, False)
     assert rig.manager.lookup(wanted[0], context()) is LookupResult.MISS
+    answer.set()
 
 
 def test_windows_are_asked_key_by_key(shared_rig: Callable[..., SharedRig]) -> None:
@@ -457,6 +459,20 @@ def test_what_vanished_is_found_out_and_stored_again(shared_rig: Callable[..., S
     assert rig.run(wanted, "s") == (0, False)
     output = rig.manager.prepare_store(wanted, context("s"))
     assert output is not None and output.keys_to_store == wanted, "nothing of it is believed any more"
+
+
+def test_a_read_that_found_nothing_is_believed_at_once(shared_rig: Callable[..., SharedRig], tmp_path: Path) -> None:
+    rig = shared_rig()
+    wanted, ctx = many_keys(4), context()
+    rig.others_store(wanted)
+    assert rig.run(wanted) == (4, False)
+    Path(os.fsdecode(rig.layout.path(os.fsencode(rig.layout.rank_directory(0)), wanted[2]))).unlink()
+    spec = rig.manager.prepare_load(wanted, ctx)
+    assert isinstance(spec, PartsSpec)
+    rig.manager.apply([LoadFailed(spec.load_id, {wanted[2]: "missing"}, "")])
+    rig.manager.complete_load(wanted, ctx)
+    assert rig.run(wanted, "s") == (2, False)
+    assert rig.manager.take_actions() == []
 
 
 def test_markers_follow_the_last_rank_and_go_before_a_bad_file(

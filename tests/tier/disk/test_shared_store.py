@@ -1,5 +1,6 @@
 """The shared-filesystem store, presence and the janitor, on real directories."""
 
+import errno
 import json
 import os
 import shutil
@@ -333,11 +334,11 @@ def test_presence_needs_every_rank_and_is_remembered_for_a_while(tmp_path: Path,
     keys = [key_of(n) for n in range(3)]
     write_parts(stores[0], {key: sealed(key, 1) for key in keys[:2]})
     write_parts(stores[1], {key: sealed(key, 1) for key in keys[:1]})
-    presence = SharedPresence(layout(tmp_path), ranks=2, io=stores[0].io, clock=clock, present_s=30.0, absent_s=1.0)
+    presence = SharedPresence(layout(tmp_path), ranks=2, clock=clock, present_s=30.0, absent_s=1.0)
     assert presence.lookup(keys) == [None] * 3
     assert settled(presence, keys) == [True, False, False]
     asked = presence.questions
-    assert asked == 6
+    assert asked == 3
     # Remembered: neither the store that came nor the delete are seen before their time.
     write_parts(stores[1], {keys[1]: sealed(keys[1], 1)})
     stores[0].delete([keys[0]])
@@ -356,30 +357,77 @@ def test_presence_needs_every_rank_and_is_remembered_for_a_while(tmp_path: Path,
         store.close(WAIT_S)
 
 
-def test_presence_memory_is_bounded_and_a_lookup_never_waits(tmp_path: Path, clock: Clock) -> None:
-    io = FaultyIO(make_io("threads"), of_kind(Op.STAT, Fault(stalls=True)))
-    presence = SharedPresence(layout(tmp_path), ranks=1, io=io, clock=clock, keys_max=10)
-    keys = [key_of(n) for n in range(50)]
-    before = time.monotonic()
-    assert presence.lookup(keys) == presence.lookup(keys) == [None] * 50
-    assert time.monotonic() - before < 5
-    assert presence.questions == 50
-    io.rule = lambda job: None
-    io.release()
+def test_presence_memory_is_bounded_and_a_lookup_never_waits_for_a_filesystem_that_hangs(
+    tmp_path: Path, clock: Clock
+) -> None:
+    answer = threading.Event()
+
+    def hangs(path: bytes) -> bool:
+        answer.wait(WAIT_S)
+        return False
+
+    presence = SharedPresence(layout(tmp_path), ranks=1, clock=clock, keys_max=10, threads=2, exists=hangs)
+    keys = [key_of(n) for n in range(150_000)]
+    assert set(presence.lookup(keys)) == {None}
+    assert presence.lookup(keys[:50]) == [None] * 50
+    assert presence.questions == 100_000, "what is asked is bounded too"
+    assert not presence.close(0.01)
+    answer.set()
     wait_until(lambda: len(presence) == 10)
-    assert io.close(WAIT_S)
+    assert presence.close(WAIT_S)
+
+
+def test_what_cannot_be_said_is_absent_and_counted(tmp_path: Path, clock: Clock) -> None:
+    def broken(path: bytes) -> bool:
+        raise OSError(errno.EIO, "the server is ill")
+
+    presence = SharedPresence(layout(tmp_path), ranks=1, clock=clock, exists=broken)
+    assert settled(presence, [key_of(1), b"tiny"]) == [False, False]
+    assert presence.failed_questions == 2
+    presence.commit([key_of(1)], lambda results: {}[0])
+    wait_until(lambda: presence.failed_questions == 3)
+    assert presence.close(WAIT_S)
+
+
+def test_an_answer_under_way_does_not_overrule_who_knows_better(tmp_path: Path, clock: Clock) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow(path: bytes) -> bool:
+        asked.set()
+        answer.wait(WAIT_S)
+        return False
+
+    presence = SharedPresence(layout(tmp_path), ranks=1, clock=clock, exists=slow)
+    assert presence.lookup([key_of(1), key_of(2)]) == [None, None]
+    assert asked.wait(WAIT_S)
+    presence.note(key_of(1), present=True)
+    presence.reset(1)
+    presence.note(key_of(2), present=True)
+    answer.set()
+    assert presence.close(WAIT_S)
+    assert presence.lookup([key_of(2)]) == [True] and presence.lookup([key_of(1)]) == [None]
+
+
+def test_each_answer_is_given_once_however_short_it_lives(tmp_path: Path, clock: Clock) -> None:
+    presence = SharedPresence(layout(tmp_path), ranks=1, clock=clock, present_s=0.0, absent_s=0.0)
+    presence.lookup([key_of(1)])
+    wait_until(lambda: not presence._asked)
+    clock.now_s += 100.0
+    assert presence.lookup([key_of(1)]) == [False]
+    assert presence.lookup([key_of(1)]) == [None]
+    assert presence.close(WAIT_S)
 
 
 def test_commit_markers_say_in_one_question_that_all_ranks_stored(tmp_path: Path, clock: Clock) -> None:
     store = open_shared(tmp_path)
-    presence = SharedPresence(layout(tmp_path), ranks=8, io=store.io, clock=clock, markers=True)
+    presence = SharedPresence(layout(tmp_path), ranks=8, clock=clock, markers=True)
     keys = [key_of(n) for n in range(20)]
     assert settled(presence, keys) == [False] * 20
     results: dict[bytes, bool] = {}
     presence.commit(keys[:10], results.update)
     wait_until(lambda: len(results) == 10)
     assert set(results.values()) == {True}
-    other = SharedPresence(layout(tmp_path), ranks=8, io=store.io, clock=clock, markers=True)
+    other = SharedPresence(layout(tmp_path), ranks=8, clock=clock, markers=True)
     assert settled(other, keys) == [True] * 10 + [False] * 10
     assert other.questions == 20
     other.uncommit(keys[:5])
@@ -393,9 +441,7 @@ def test_commit_markers_say_in_one_question_that_all_ranks_stored(tmp_path: Path
 def test_publish_is_seen_at_once_here_and_by_markers_elsewhere(tmp_path: Path, clock: Clock) -> None:
     keys = [key_of(1), key_of(2)]
     layout(tmp_path).model_directory.mkdir(parents=True)
-    ours, theirs = (
-        SharedPresence(layout(tmp_path), ranks=2, io=make_io("threads"), clock=clock, markers=True) for _ in range(2)
-    )
+    ours, theirs = (SharedPresence(layout(tmp_path), ranks=2, clock=clock, markers=True) for _ in range(2))
     assert settled(theirs, keys) == [False, False]
     ours.publish(keys)
     assert ours.lookup(keys) == [True, True]
@@ -408,7 +454,7 @@ def test_publish_is_seen_at_once_here_and_by_markers_elsewhere(tmp_path: Path, c
     wait_until(lambda: not file_of_marker(tmp_path, keys[0]).exists())
     assert settled(theirs, keys) == [False, True]
     assert ours.close(WAIT_S) and theirs.close(WAIT_S)
-    single = SharedPresence(layout(tmp_path), ranks=1, io=make_io("threads"), clock=clock)
+    single = SharedPresence(layout(tmp_path), ranks=1, clock=clock)
     single.publish([key_of(3)])
     assert single.lookup([key_of(3)]) == [True] and not file_of_marker(tmp_path, key_of(3)).exists()
     single.uncommit([key_of(3)])

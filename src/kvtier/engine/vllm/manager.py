@@ -27,7 +27,7 @@ from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, CommitParts, DeleteParts, Outcome, Source
+from kvtier.store.moves import Action, CommitParts, DeleteParts, LoadFailed, Outcome, ReadDone, Source
 from kvtier.store.tiered import Part, Presence, Run, TieredStore
 from kvtier.tier.disk.presence import SharedPresence
 
@@ -179,23 +179,19 @@ class KVTierManager(OffloadingManager):
         """Bring the store up to date on what a shared disk has of `keys`. Returns how many, from the first on, are known; the rest is being asked."""
         if self.shared is None:
             return len(keys)
-        elsewhere = [place for place, key in enumerate(keys) if store.source(key) is not Source.DRAM]
-        answers = self.shared.lookup([keys[place] for place in elsewhere])
+        elsewhere = store.not_in_dram(keys)
+        answers = self.shared.lookup(elsewhere)
+        if not elsewhere:
+            return len(keys)
         now_s = self._clock()
-        there: dict[int, list[bytes]] = {}
-        gone: list[bytes] = []
-        known = len(keys)
-        for place, answer in zip(elsewhere, answers, strict=True):
-            if answer:
-                there.setdefault(self._group_of[get_offload_group_idx(keys[place])], []).append(keys[place])
-            else:
-                gone.append(keys[place])
-                if answer is None:
-                    known = min(known, place)
-        for group, found in there.items():
-            store.believe(found, group, now_s)
-        store.disbelieve(gone, now_s)
-        return known
+        # The keys of one lookup are of one group.
+        group = self._group_of[get_offload_group_idx(keys[0])]
+        store.believe([key for key, answer in zip(elsewhere, answers, strict=True) if answer], group, now_s)
+        if all(answers):
+            return len(keys)
+        store.disbelieve([key for key, answer in zip(elsewhere, answers, strict=True) if not answer], now_s)
+        asked = {key for key, answer in zip(elsewhere, answers, strict=True) if answer is None}
+        return next((place for place, key in enumerate(keys) if key in asked), len(keys))
 
     def _shared_run(self, keys: Sequence[OffloadKey], store: TieredStore) -> Run:
         """The leading run where a shared disk has to be asked: a few keys first, for most prompts are new, then more and more."""
@@ -345,6 +341,9 @@ class KVTierManager(OffloadingManager):
         if self.store is not None:
             for outcome in outcomes:
                 self.store.apply(outcome, self._clock())
+                if self.shared is not None and isinstance(outcome, (LoadFailed, ReadDone)):
+                    # What was seen there is not, or is not what it should be.
+                    self.shared.forget(list(outcome.lost if isinstance(outcome, LoadFailed) else outcome.failed))
             for line in self.store.take_notices():
                 logger.warning("kvtier: %s", line)
 
