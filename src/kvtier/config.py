@@ -61,6 +61,15 @@ def _parse_seconds(value: object) -> float:
     return seconds
 
 
+def _parse_factor(value: object) -> float:
+    if isinstance(value, bool):
+        raise ValueError("write a number")
+    factor = float(str(value))
+    if not abs(factor) <= SECONDS_MAX:
+        raise ValueError(f"write a number, at most {SECONDS_MAX:,}")
+    return factor
+
+
 def _parse_path(value: object) -> Path | None:
     text = str(value) if value is not None else ""
     return Path(text).expanduser() if text else None
@@ -190,6 +199,20 @@ class Config:
     )
     accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
     namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
+    prefix_cache_break_even_path: Path | None = _setting(
+        None, _parse_path, "file that says from which prefix length on loading pays; empty for none"
+    )
+    load_planner: str = _setting(
+        "off",
+        _one_of("off", "on"),
+        "on: load, stage or recompute each prefix, whichever the file's curves say is fastest",
+    )
+    load_planner_defer_tolerance: float = _setting(
+        2.0, _parse_factor, "how many times the predicted time of its staging a request waits for it", low=0
+    )
+    load_planner_defer_deadline_max_s: float = _setting(
+        2.0, _parse_seconds, "longest that a request waits to be staged", low=0
+    )
 
     def rank_dram_bytes(self, rank_count: int) -> int:
         """Bytes of one rank's arena."""

@@ -910,3 +910,33 @@ class StoreMachine(RuleBasedStateMachine):
 
 StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestStoreMachine = StoreMachine.TestCase
+
+
+def test_bytes_in_dram_and_away_from_it() -> None:
+    store = TieredStore(replace(LIMITS, slot_bytes=(SLOT, 2 * SLOT), arena_bytes=6 * SLOT))
+    assert store.resident_bytes([]) == (0, 0, 0)
+    store_parts(store, 0)
+    assert store.begin_store(parts(1, group=1), 0.0) is not None
+    store.end_store(keys(1), 0.0)
+    finish_writes(store)
+    assert store.resident_bytes(keys(0, 1)) == (3 * SLOT, 0, 0)
+    store_parts(store, 2, 3, 4, 5, 6)
+    finish_writes(store)
+    assert [store.source(k) for k in keys(0, 1, 6)] == [Source.DISK, Source.DISK, Source.DRAM]
+    assert store.resident_bytes(keys(0, 1, 6)) == (4 * SLOT, 3 * SLOT, 3 * SLOT)
+    assert store.begin_store(parts(7), 0.0) is not None
+    assert store.resident_bytes(keys(7)) == (SLOT, SLOT, 0), "on its way"
+
+
+def test_bytes_that_move_are_counted_while_they_do() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0, 1, 2, 3)
+    assert store.moving_bytes() == (0, 4 * SLOT)
+    finish_writes(store)
+    store_parts(store, 4)
+    finish_writes(store)
+    assert store.moving_bytes() == (0, 0)
+    store.begin_load(parts(0, 1, 2), "r", 1.0)
+    assert store.moving_bytes() == (SLOT, 0), "the two others are in DRAM"
+    assert store.end_load("r", 1.0)
+    assert store.moving_bytes() == (0, 0)

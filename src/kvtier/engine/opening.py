@@ -132,7 +132,7 @@ def open_presence(
 
 def preload_bytes(config: Config, arena_bytes: int, slot_bytes: tuple[int, ...]) -> int:
     """How much of an arena preloads may take: all but what `io_depth` loads and stores need at a time."""
-    if not (config.enable_preload and config.preload_lookahead_requests):
+    if not (config.enable_preload and config.preload_lookahead_requests) and config.load_planner == "off":
         return 0
     return max(0, arena_bytes - config.io_depth * max(slot_bytes))
 

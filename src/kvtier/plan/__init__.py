@@ -1,1 +1,1 @@
-"""Curves, break-even, planner, preload. Pure. Nothing is here yet: see docs/roadmap.md."""
+"""What pays: the break-even file with its curves, and the load planner. Pure: no I/O, no clock, times are given."""

@@ -30,7 +30,7 @@ one batch, and the new records entered.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
@@ -97,6 +97,14 @@ class Run(NamedTuple):
 
     length: int
     pending: bool
+
+
+class Resident(NamedTuple):
+    """Bytes of some parts on one rank: of all of them, of those that are not in DRAM, and of those that nothing is bringing there."""
+
+    total_bytes: int
+    away_bytes: int
+    unread_bytes: int
 
 
 class Part(NamedTuple):
@@ -175,7 +183,7 @@ class _Load:
     load_id: int
     parts: list[PartPlace]
     slots: list[_Slot | None]
-    reads_disk: bool
+    disk_bytes: int
     ranks_holding: int = 0
     lost: dict[Key, str] = field(default_factory=dict)
     reason: str = ""
@@ -262,12 +270,12 @@ class TieredStore:
 
     # ---- what is there
 
-    def presence(self, key: Key) -> Presence:
-        """Whether `key` can be loaded now, soon, or not."""
+    def presence(self, key: Key, *, through_reads: bool = False) -> Presence:
+        """Whether `key` can be loaded now, soon, or not; `through_reads`: as if nothing were being read ahead."""
         slot = self._dram.get(key)
         if slot is not None and slot.state is _State.READY:
             return Presence.HIT
-        if key in self._disk and key not in self._reading:
+        if key in self._disk and (through_reads or key not in self._reading):
             return Presence.HIT
         return Presence.MISS if slot is None else Presence.PENDING
 
@@ -283,9 +291,10 @@ class TieredStore:
         dram, ready = self._dram, _State.READY
         return [key for key in keys if (slot := dram.get(key)) is None or slot.state is not ready]
 
-    def leading_run(self, keys: Sequence[Key]) -> Run:
-        """How many of `keys`, from the first on, are there: a hit is a contiguous prefix."""
-        dram, disk, reading, pending, length = self._dram, self._disk, self._reading, False, 0
+    def leading_run(self, keys: Sequence[Key], *, through_reads: bool = False) -> Run:
+        """How many of `keys`, from the first on, are there: a hit is a contiguous prefix. `through_reads` as in `presence`."""
+        dram, disk, pending, length = self._dram, self._disk, False, 0
+        reading: Mapping[Key, int] = {} if through_reads else self._reading
         for key in keys:
             slot = dram.get(key)
             if slot is None or slot.state is not _State.READY:
@@ -297,6 +306,34 @@ class TieredStore:
                     pending = True
             length += 1
         return Run(length, pending)
+
+    def resident_bytes(self, keys: Sequence[Key]) -> Resident:
+        """Where these parts are. One that is nowhere counts as one of group 0."""
+        dram, disk, sizes, ready = self._dram, self._disk, self.limits.slot_bytes, _State.READY
+        near = coming = unread = 0
+        for key in keys:
+            slot = dram.get(key)
+            if slot is None:
+                unread += sizes[disk.get(key, 0)]
+            elif slot.state is ready:
+                near += sizes[slot.group]
+            else:
+                coming += sizes[slot.group]
+        return Resident(near + coming + unread, coming + unread, unread)
+
+    @property
+    def is_reading_ahead(self) -> bool:
+        """Whether any part is being read ahead."""
+        return bool(self._reading)
+
+    def preload_room_bytes(self) -> int:
+        """How much more may be read ahead."""
+        return max(0, self._preloads.room_bytes())
+
+    def moving_bytes(self) -> tuple[int, int]:
+        """Bytes of one rank that loads are reading from disk, and bytes that are being written to it."""
+        reading = sum(load.disk_bytes for load in self._loads.values())
+        return reading, self._ingestion.inflight_bytes
 
     def believe(self, keys: Sequence[Key], group: int, now_s: float) -> None:
         """A shared disk was seen to have `keys`."""
@@ -334,7 +371,7 @@ class TieredStore:
         """
         new: list[Part] = []
         room_bytes = self._preloads.room_bytes()
-        if room_bytes < min(self.limits.slot_bytes) or any(load.reads_disk for load in self._loads.values()):
+        if room_bytes < min(self.limits.slot_bytes) or any(load.disk_bytes for load in self._loads.values()):
             return False
         complete = True
         for part in wanted:
@@ -426,7 +463,8 @@ class TieredStore:
                 continue
             slots[place] = new[0]
             parts[place] = PartPlace(part.key, part.group, new[0].offset, Source.DISK)
-        load = _Load(self._new_id(), parts, slots, any(part.source is Source.DISK for part in parts))
+        disk_bytes = sum(self.limits.slot_bytes[part.group] for part in parts if part.source is Source.DISK)
+        load = _Load(self._new_id(), parts, slots, disk_bytes)
         self._loads[owner] = load
         self.counters["preload_used_parts"] += sum(
             part.source is Source.DRAM and part.key in self._preloads for part in parts

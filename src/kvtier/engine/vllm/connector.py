@@ -32,7 +32,14 @@ from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake, KVTierMetadata, KVTierWorkerMetadata
 from kvtier.engine.vllm.scheduler import KVTierScheduler
 from kvtier.engine.vllm.spec import KVTierSpec
-from kvtier.engine.vllm.startup import adjust_engine, check_engine, give_time_to_close, read_settings, show_log
+from kvtier.engine.vllm.startup import (
+    adjust_engine,
+    check_engine,
+    give_time_to_close,
+    read_costs,
+    read_settings,
+    show_log,
+)
 from kvtier.engine.vllm.worker import KVTierWorker
 from kvtier.errors import StoreUnavailableError
 
@@ -162,7 +169,7 @@ class KVTierConnector(OffloadingConnector):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         # The first time that vLLM asks this class anything: a mistake in the settings ends the start here.
-        read_settings(vllm_config)
+        read_costs(vllm_config, read_settings(vllm_config).config)
         return super().get_required_kvcache_layout(vllm_config)  # type: ignore[no-any-return]
 
     @classmethod

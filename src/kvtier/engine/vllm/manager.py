@@ -28,7 +28,7 @@ from kvtier.engine.vllm.metrics import stats_of
 from kvtier.errors import StoreUnavailableError
 from kvtier.policy.base import RequestInfo
 from kvtier.store.moves import Action, CommitParts, DeleteParts, LoadFailed, Outcome, ReadDone, Source
-from kvtier.store.tiered import Part, Presence, Run, TieredStore
+from kvtier.store.tiered import Part, Presence, Resident, Run, TieredStore
 from kvtier.tier.disk.presence import SharedPresence
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class KVTierManager(OffloadingManager):
         self.store: TieredStore | None = None
         self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
         self._part_tokens = tuple(part_tokens)
-        self._clock = clock
+        self._clock = self.clock = clock
         self._reported: dict[str, int] = {}
         self._advise_at_s = 0.0
         self._last_stored: dict[str, dict[int, bytes]] = {}
@@ -73,6 +73,7 @@ class KVTierManager(OffloadingManager):
         self._warned = False
         self.shared: SharedPresence | None = None
         self._looking_ahead = False
+        self._through_reads = False
 
     # ---- start
 
@@ -150,11 +151,11 @@ class KVTierManager(OffloadingManager):
         if store is None or req_context.req_id in self._declined:
             return LookupResult.MISS
         known = self._ask([key], store)
-        presence = store.presence(key)
+        presence = store.presence(key, through_reads=self._through_reads)
         if presence is Presence.HIT:
             return LookupResult.HIT
         if presence is Presence.PENDING:
-            store.hurry([key] if not self._looking_ahead else [])
+            store.hurry([key] if not (self._looking_ahead or self._through_reads) else [])
             return LookupResult.HIT_PENDING if self._may_wait(req_context.req_id, store) else LookupResult.MISS
         if known < 1:
             return LookupResult.RETRY if self._may_wait(req_context.req_id, store) else LookupResult.MISS
@@ -165,12 +166,15 @@ class KVTierManager(OffloadingManager):
         store = self._started()
         if store is None or req_context.req_id in self._declined:
             return Run(0, False)
-        run = self._shared_run(keys, store) if self.shared is not None else store.leading_run(keys)
-        if run.pending and not self._looking_ahead:
+        if self.shared is not None:
+            run = self._shared_run(keys, store)
+        else:
+            run = store.leading_run(keys, through_reads=self._through_reads)
+        if run.pending and not (self._looking_ahead or self._through_reads):
             store.hurry(keys[: run.length])
         if run.pending and not self._may_wait(req_context.req_id, store):
             ready = 0
-            while ready < run.length and store.presence(keys[ready]) is Presence.HIT:
+            while ready < run.length and store.presence(keys[ready], through_reads=self._through_reads) is Presence.HIT:
                 ready += 1
             return Run(ready, False)
         return run
@@ -199,7 +203,7 @@ class KVTierManager(OffloadingManager):
         while length < len(keys):
             batch = keys[length : length + window]
             known = self._ask(batch, store)
-            run = store.leading_run(batch)
+            run = store.leading_run(batch, through_reads=self._through_reads)
             length += run.length
             pending |= run.pending
             if run.length < len(batch):
@@ -247,6 +251,53 @@ class KVTierManager(OffloadingManager):
         if self.store is None:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
         return _HIT_SOURCES.get(self.store.source(key), CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    # ---- what the planner asks
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of one token's parts on one rank; 0 before the handshake."""
+        if self.store is None:
+            return 0.0
+        sizes = self.store.limits.slot_bytes
+        return sum(size / tokens for size, tokens in zip(sizes, self._part_tokens, strict=True))
+
+    @contextlib.contextmanager
+    def through_reads(self) -> Iterator[None]:
+        """Lookups inside take what is being read ahead for what lies on disk: they neither wait for it nor hurry it."""
+        self._through_reads = True
+        try:
+            yield
+        finally:
+            self._through_reads = False
+
+    @property
+    def is_reading_ahead(self) -> bool:
+        """Whether anything is being read ahead."""
+        return self.store is not None and self.store.is_reading_ahead
+
+    def preload_room_bytes(self) -> int:
+        """How much more may be read ahead, on one rank."""
+        return self.store.preload_room_bytes() if self.store is not None else 0
+
+    def release_preload(self, req_id: str) -> None:
+        """A request will not load what was read ahead for it."""
+        if self.store is not None:
+            self.store.release_preload(req_id, self._clock())
+
+    def resident_bytes(self, keys: Sequence[OffloadKey]) -> Resident:
+        """Where these parts are."""
+        assert self.store is not None, "what is asked for was found, and hits follow the handshake"
+        return self.store.resident_bytes(keys)
+
+    def moving_bytes(self) -> tuple[int, int]:
+        """Bytes of one rank that loads are reading from disk, and bytes that are being written to it."""
+        return self.store.moving_bytes() if self.store is not None else (0, 0)
+
+    def count(self, counter: str) -> None:
+        """Add one to a counter of `kvtier.engine.vllm.metrics`."""
+        if self.store is not None:
+            self.store.counters[counter] += 1
 
     # ---- loads and stores
 

@@ -30,6 +30,12 @@ _COUNTERS = {
     "preload_used_parts": "Parts read ahead that a load then took",
     "preload_refused_parts": "Parts not read ahead for want of room",
     "disk_over_budget_bytes": "Bytes not written because of disk_bytes_a_day",
+    "gate_declined": "Requests whose stored prefix was below the break-even, and was recomputed",
+    "gate_withheld": "Requests that ended below the break-even, and of which nothing was stored",
+    "planner_admitted": "Requests whose stored prefix the planner had loaded",
+    "planner_deferred": "Requests that the planner had wait while their prefix was staged",
+    "planner_declined": "Requests whose stored prefix the planner had recomputed",
+    "planner_late": "Deferred requests that were loaded at their deadline, not staged in time",
     "resets": "Times that everything was dropped",
 }
 _BY_REASON = {

@@ -1,5 +1,6 @@
-"""Upstream's scheduling of offloading, with lookups by whole request, and preloads for those that wait."""
+"""Upstream's scheduling of offloading, with lookups by whole request, preloads for those that wait, the break-even gate and the load planner."""
 
+import contextlib
 import itertools
 import logging
 import time
@@ -12,6 +13,9 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvtier.engine.vllm.lora import Adapters, SaltedRequest, UnkeyedError
 from kvtier.engine.vllm.manager import KVTierManager
+from kvtier.engine.vllm.planning import RequestPlanner
+from kvtier.engine.vllm.startup import read_costs
+from kvtier.plan.planner import Decision
 from kvtier.store.tiered import Part
 
 
@@ -41,10 +45,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     manager: KVTierManager
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
         self._seen: set[str] = set()
         self._adapters = Adapters(time.time(), trusted=self.manager.config.trust_lora_paths)
+        self.planner = RequestPlanner(spec.settings, read_costs(vllm_config, spec.settings), self.manager)
         # Requests that wait and have not all that they will load in DRAM yet, in order of arrival, which is vLLM's own unless priorities say otherwise.
         self._waiting: dict[str, _Waiting] = {}
         self.gpu_block_pool: Any = None
@@ -58,7 +63,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **bounds: Any
     ) -> tuple[int | None, bool]:
-        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
+        # Where the planner decides whether to wait for what is being read ahead, a lookup says nothing of it.
+        with self.manager.through_reads() if self.planner.plans else contextlib.nullcontext():
+            answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
         if answer[0] is not None and request.request_id not in self._seen:
             self._seen.add(request.request_id)
             hints = (request.kv_transfer_params or {}).get(HINTS)
@@ -69,11 +76,65 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 self.manager.request_seen(
                     state.offload_keys, hit_count, hints if isinstance(hints, dict) else {}, group
                 )
-        return answer
+        return answer if answer[0] is None else self._planned(request, num_computed_tokens, answer[0], bounds)
+
+    def _planned(
+        self, request: Any, num_computed_tokens: int, hit_tokens: int, bounds: dict[str, Any]
+    ) -> tuple[int | None, bool]:
+        req_status = self._req_status[request.request_id]
+        decision = self.planner.answer(
+            request,
+            num_computed_tokens,
+            hit_tokens,
+            lambda: self._keys_of_load(
+                req_status, num_computed_tokens, hit_tokens, partial_tail=req_status.partial_tail_boundary is not None
+            ),
+        )
+        if decision is Decision.DEFER:
+            return None, False
+        if decision is Decision.DECLINE:
+            # What the lookup has noted for a load that does not come.
+            req_status.partial_tail_boundary = None
+            req_status.update_num_hit_chunks(num_computed_tokens)
+            return 0, False
+        if hit_tokens and self.planner.plans and self.manager.is_reading_ahead:
+            # Now it waits for what is being read ahead, and hurries it.
+            answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
+            return answer
+        return hit_tokens, hit_tokens > 0
+
+    def _keys_of_load(
+        self, req_status: Any, num_computed_tokens: int, hit_tokens: int, *, partial_tail: bool
+    ) -> list[OffloadKey]:
+        """The parts that a load of this hit would take, as upstream chooses them."""
+        end_tokens = num_computed_tokens + hit_tokens
+        keys: list[OffloadKey] = []
+        for config, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
+            chunks = end_tokens // config.tokens_per_chunk
+            if partial_tail:
+                keys.append(
+                    self._make_boundary_key(req_status.req, config.group_idx, end_tokens, req_status.req_context)
+                )
+            elif chunks * config.tokens_per_chunk < end_tokens:
+                chunks += 1
+            own = state.offload_keys[num_computed_tokens // config.tokens_per_chunk : chunks]
+            window = config.load_window_size_in_chunks(end_tokens)
+            keys += own if window is None else own[-window:]
+        return keys
+
+    def _calc_num_offloadable_tokens(self, req_status: Any, num_computed_tokens: int) -> int:
+        if self.planner.withholds(req_status.req):
+            return 0
+        return int(super()._calc_num_offloadable_tokens(req_status, num_computed_tokens))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.planner.end_step()
+        return super().build_connector_meta(scheduler_output)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         self._key_by_adapter(request)
+        self.planner.arrived(request.request_id)
         if self.manager.config.enable_preload and not request.skip_reading_prefix_cache:
             self._waiting[request.request_id] = _Waiting(request)
 
@@ -94,6 +155,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._waiting.pop(request.request_id, None)
+        self.planner.scheduled(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def preload(self) -> None:
@@ -118,13 +180,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             hit_tokens = self._lookup_complete_chunks(req_status)
         if hit_tokens is None:
             return None
-        keys: list[OffloadKey] = []
-        for config, state in zip(self.config.kv_group_configs, req_status.group_states, strict=True):
-            end = -(-(local_tokens + hit_tokens) // config.tokens_per_chunk)
-            mine = state.offload_keys[local_tokens // config.tokens_per_chunk : end]
-            window = config.load_window_size_in_chunks(local_tokens + hit_tokens)
-            keys += mine if window is None else mine[-window:]
-        return self.manager.parts(keys) if hit_tokens else []
+        if not hit_tokens:
+            return []
+        keys = self._keys_of_load(req_status, local_tokens, hit_tokens, partial_tail=False)
+        return [] if self.planner.gate_declines(hit_tokens, keys) else self.manager.parts(keys)
 
     def _tokens_in_engine(self, request: Any) -> int:
         """How much of the request's prefix the engine's own cache has, where that is simply told: one group of layers, hashed block by block."""
@@ -149,6 +208,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 group_state.next_stored_chunk_idx = 0
 
     def request_finished(self, request: Any) -> Any:
+        self.planner.ended(request)
         self._waiting.pop(request.request_id, None)
         req_status = self._req_status.get(request.request_id)
         if request.request_id in self._seen and req_status is not None:

@@ -19,7 +19,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.config import Config, Loaded, load_config
+from kvtier.engine.costs import read_break_even
 from kvtier.errors import ConfigError
+from kvtier.plan.break_even import BreakEven
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,23 @@ def read_settings(vllm_config: VllmConfig, environ: Mapping[str, str] = os.envir
     if transfer.kv_role != "kv_both":
         raise ConfigError(f'kv_role is {transfer.kv_role!r}: kvtier both stores and loads, set "kv_role": "kv_both"')
     return load_config(extra, environ=environ)
+
+
+def kv_type_names(vllm_config: VllmConfig) -> list[str]:
+    """What the type of this engine's KV cache may be called, "auto" too where it is the model's own."""
+    cache_type = str(vllm_config.cache_config.cache_dtype)
+    own_type = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return [own_type, "auto"] if cache_type in ("auto", own_type) else [cache_type]
+
+
+def read_costs(vllm_config: VllmConfig, config: Config) -> BreakEven | None:
+    """The break-even file of this model; None where none is set. Raises ConfigError."""
+    if config.prefix_cache_break_even_path is None and config.load_planner == "off":
+        return None
+    model = vllm_config.model_config
+    served = model.served_model_name or []
+    names = [model.model, *([served] if isinstance(served, str) else served)]
+    return read_break_even(config, models=names, kv_dtypes=kv_type_names(vllm_config))
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:

@@ -119,14 +119,14 @@ class Engine:
     """One vLLM engine in this process (workers in processes of their own when tensor parallel).
 
     Args:
-        model: directory of the checkpoint.
+        model: directory of the checkpoint, or what else vLLM takes for a model.
         kvtier: settings of the connector; None runs the engine without one.
         settings: further arguments of `vllm.engine.arg_utils.EngineArgs`.
 
     Use as a context manager, or call `close`: an engine not closed leaves its workers behind.
     """
 
-    def __init__(self, model: Path, *, kvtier: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(self, model: Path | str, *, kvtier: Mapping[str, Any] | None = None, **settings: Any) -> None:
         import_vllm()
         from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
 
@@ -162,6 +162,22 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def facts(self) -> dict[str, Any]:
+        """What was measured with an engine that has kvtier holds for: `kv_dtype`, `kv_bytes_per_token`, `gpu_model`, `vllm` (its version)."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        from kvtier.engine.vllm.startup import kv_type_names
+
+        config = self._engine.vllm_config
+        manager = self.scheduler.connector.connector_scheduler.manager
+        return {
+            "kv_dtype": kv_type_names(config)[0],
+            "kv_bytes_per_token": round(manager.bytes_per_token * config.parallel_config.world_size),
+            "gpu_model": str(current_platform.get_device_name()),
+            "vllm": vllm.__version__,
+        }
 
     @property
     def block_tokens(self) -> int:
