@@ -135,7 +135,9 @@ class Config:
         0, parse_bytes, "what the drive may be written in a day, shared equally by ranks; 0 for no limit", low=0
     )
     disk_io: str = _setting(
-        "auto", _one_of("auto", "ring", "threads"), "I/O by io_uring or by threads; auto takes what works"
+        "auto",
+        _one_of("auto", "ring", "threads"),
+        "I/O by io_uring or by threads; auto takes what works, and threads below 1 GiB of DRAM a rank",
     )
     io_depth: int = _setting(
         16, _parse_int, "reads and writes in flight on the disk, per rank", low=1, aliases=("iodepth",)
@@ -191,6 +193,9 @@ class Config:
     )
     preload_share_staging: bool = _setting(
         True, _parse_bool, "one read and one slot for all requests that wait for a part; false is not to be had"
+    )
+    trust_lora_paths: bool = _setting(
+        False, _parse_bool, "LoRA adapters never change in place: their name and path say what they hold"
     )
     accept_unknown: bool = _setting(False, _parse_bool, "start with a vLLM or a model that is not known to work")
     trace_path: Path | None = _setting(

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.engine import dataplane
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, JobResult
 from kvtier.engine.layout import GroupLayout, Piece, Ranges, Region
+from kvtier.errors import StoreUnavailableError
 from kvtier.memory.arena import Arena
 from kvtier.record.envelope import Identity, open_slot, seal_slot, slot_bytes
 from kvtier.store.moves import (
@@ -50,6 +52,12 @@ class BrokenCopier(MemoryCopyEngine):
     def __init__(self) -> None:
         super().__init__()
         self.broken = False
+        self.cannot_mark = False
+
+    def mark(self) -> object:
+        if self.cannot_mark:
+            raise RuntimeError("no event can be made")
+        return super().mark()
 
     def to_arena(self, ranges: Ranges, after: object) -> None:
         if self.broken:
@@ -412,6 +420,56 @@ def test_a_reset_drops_what_is_on_disk_and_answers_behind_earlier_jobs(rig: Rig)
     # What is stored now carries the new generation, and loads ask for it.
     rig.fill(1)
     assert rig.results[rig.load([rig.place(0, 9, Source.DISK)], [32])].ok
+
+
+def test_a_fence_is_answered_only_once_the_reset_is_durable(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataplane, "_RESET_RETRY_S", 0.001)
+    rig.fill(2)
+    rig.disk.reset_raises = StoreUnavailableError("no space for the new generation")
+    rig.plane.act([ResetTier(5, 77)])
+    for _ in range(3):
+        assert rig.store([rig.place(5, 5)], [5]).ok
+        rig.load([rig.place(5, 5)], [31])
+    assert FenceDone(77) not in rig.outcomes and rig.disk.generation == 0
+    rig.disk.reset_raises = None
+    rig.until(lambda: FenceDone(77) in rig.outcomes)
+    assert rig.disk.generation == 5
+    assert rig.write([rig.place(5, 5)]).failed == {}
+
+
+def test_a_plane_whose_reset_never_becomes_durable_can_be_closed(rig: Rig) -> None:
+    rig.disk.reset_raises = StoreUnavailableError("no space for the new generation")
+    rig.plane.act([ResetTier(5, 77)])
+    assert rig.plane.close(WAIT_S)
+    assert FenceDone(77) not in rig.plane.poll()[1]
+
+
+def test_a_job_that_could_not_be_submitted_is_none(rig: Rig) -> None:
+    rig.fill(1)
+    rig.copier.cannot_mark = True
+    with pytest.raises(RuntimeError, match="no event"):
+        rig.plane.submit_store(901, [rig.place(3, 3)], rig.piece(1, [3]))
+    with pytest.raises(RuntimeError, match="no event"):
+        rig.plane.submit_load(902, 1902, [rig.place(0, 0)], rig.piece(1, [3]))
+    assert rig.plane.wait({901, 902}, 0.0), "a job that was not taken is waited for"
+    rig.copier.cannot_mark = False
+    assert rig.store([rig.place(3, 3)], [3]).ok
+    rig.plane.close(WAIT_S)
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        rig.plane.submit_store(903, [rig.place(3, 3)], rig.piece(1, [3]))
+
+
+def test_of_a_window_that_moved_on_all_but_its_first_part_are_kept(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", per_chunk=3)
+    parts = [rig.place(n, n) for n in range(3)]
+    rig.plane.submit_store(900, parts, rig.piece(3, list(range(2, 9)), 2))
+    rig.until(lambda: 900 in rig.results)
+    (failed,) = [o for o in rig.outcomes if isinstance(o, StoreFailed)]
+    assert failed.keys == [b"key0"]
+    expected = rig.cache[:, 3:9].copy()
+    assert rig.results[rig.load(parts[1:], list(range(20, 26)))].ok
+    assert (rig.cache[:, 20:26] == expected).all()
+    rig.plane.close(WAIT_S)
 
 
 def test_a_fence_waits_for_reads_of_loads_that_have_ended(tmp_path: Path) -> None:

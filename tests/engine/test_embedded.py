@@ -54,8 +54,13 @@ def get(cache: Cache, *numbers: int) -> int:
     return count
 
 
-def test_parts_come_back_from_dram_then_from_disk_then_in_another_process_life(tmp_path: Path) -> None:
-    with open_cache(tmp_path / "d", slots=4) as cache:
+@pytest.mark.parametrize(("disk_io", "name"), [("auto", "threads"), ("ring", "ring")])
+def test_parts_come_back_from_dram_then_from_disk_then_in_another_process_life(
+    tmp_path: Path, disk_io: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvtier")
+    with open_cache(tmp_path / "d", slots=4, disk_io=disk_io) as cache:
+        assert f"I/O by {name}" in caplog.text, "a small arena gets the ring only where it is asked for"
         assert put(cache, 0, 1, 2) == 3
         assert get(cache, 0, 1, 2) == 3
         for number in range(3, 20):
@@ -102,6 +107,21 @@ def test_reset_means_gone_over_restarts_too(tmp_path: Path) -> None:
     with open_cache(tmp_path / "d") as cache:
         assert [cache.lookup(keys(n)) for n in (0, 1, 2)] == [0, 0, 1]
         assert get(cache, 2) == 1
+
+
+def test_a_reset_outlives_a_kill_right_after_it(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "d", disk_durability="none") as cache:
+        put(cache, *range(6))
+    child = os.fork()
+    if child == 0:
+        cache = open_cache(tmp_path / "d", disk_durability="none")
+        if cache.lookup(keys(0)) == 1:
+            cache.reset()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with open_cache(tmp_path / "d") as cache:
+        assert [cache.lookup(keys(number)) for number in range(6)] == [0] * 6
 
 
 def test_another_namespace_or_size_shares_nothing(tmp_path: Path) -> None:

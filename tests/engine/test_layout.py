@@ -37,17 +37,40 @@ def _cases(draw: st.DrawFn) -> tuple[GroupLayout, Piece, list[int], list[bool]]:
     return GroupLayout(regions, per_chunk), piece, slots, wanted
 
 
-def test_a_large_load_is_split_and_whole() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_large_load_is_split_and_whole(compiled: bool) -> None:
     count, size = 37, 200_000
     arena = np.random.default_rng(3).integers(0, 255, count * size, dtype=np.uint8)
     cache = np.zeros(count * size, dtype=np.uint8)
     starts = np.arange(count, dtype=np.int64) * size
-    copier = copying.MemoryCopyEngine()
+    copier = copying.MemoryCopyEngine(compiled=compiled)
     copier.to_engine(
         Ranges(cache.ctypes.data + starts[::-1], arena.ctypes.data + starts, np.full(count, size, dtype=np.int64)), None
     )
     assert (cache.reshape(count, size) == arena.reshape(count, size)[::-1]).all()
     copier.close()
+
+
+def test_the_kernel_copies_lists_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_CALL_BYTES_MAX", 5000)
+    monkeypatch.setattr(copying, "_CALL_RANGES_MAX", 7)
+    copy = copying.kernel_copy()
+    assert copy is not None
+    random = np.random.default_rng(5)
+    for count in (0, 1, 6, 7, 8, 50):
+        sizes = random.integers(0, 1500, count)
+        sizes[: count // 10] = 6000  # longer than a call may be
+        ends = np.cumsum(sizes)
+        source = random.integers(0, 255, 100_000, dtype=np.uint8)
+        target = np.zeros_like(source)
+        places = np.concatenate(([0], ends[:-1]))[:count]
+        copy(source.ctypes.data + 3 + places, target.ctypes.data + 9 + places, sizes)
+        total = int(ends[-1]) if count else 0
+        assert (target[9 : 9 + total] == source[3 : 3 + total]).all()
+        assert not target[:9].any() and not target[9 + total :].any()
+    nowhere, one = np.array([8], dtype=np.int64), np.array([8], dtype=np.int64)
+    with pytest.raises(OSError, match="of 8 bytes were copied"):
+        copy(nowhere, one * 0 + target.ctypes.data, one)
 
 
 @given(_cases())
@@ -68,14 +91,33 @@ def test_ranges_are_those_of_a_plain_loop(case: tuple[GroupLayout, Piece, list[i
     assert ranges.total_bytes == sum(size for _, _, size in expected)
 
 
+def test_a_window_that_moved_on_costs_its_first_part_alone() -> None:
+    layout = GroupLayout([Region(0, 4096, 1000)], 3)
+
+    def whole(
+        parts: tuple[int, ...], blocks: list[int], first: int
+    ) -> tuple[tuple[int, ...], list[int], int, tuple[int, ...]]:
+        kept, broken = Piece(1, parts, np.array(blocks, dtype=np.int64), first).whole_parts(layout)
+        assert kept.group == 1
+        return kept.parts, kept.block_ids.tolist(), kept.first, broken
+
+    assert whole((4, 5), [1, 2, 3, 4, 5, 6], 0) == ((4, 5), [1, 2, 3, 4, 5, 6], 0, ())
+    assert whole((4, 5), [2, 3, 4, 5, 6], 1) == ((5,), [4, 5, 6], 0, (4,))
+    assert whole((4, 5), [3, 4, 5, 6], 2) == ((5,), [4, 5, 6], 0, (4,))
+    assert whole((4,), [3], 2) == ((), [], 0, (4,))
+    # A hole that nothing explains: no part is sure to be whole.
+    assert whole((4, 5), [1, 2, 4, 5, 6], 0) == ((), [], 0, (4, 5))
+    assert whole((4, 5), [2, 3, 5, 6], 1) == ((), [], 0, (4, 5))
+
+
 def test_a_part_holds_its_chunk_and_no_padding() -> None:
     layout = GroupLayout([Region(0, 4096, 1000), Region(10**6, 4096, 24)], 3)
     assert layout.payload_bytes == 3 * 1024
 
 
-@pytest.mark.parametrize("with_numba", [True, False])
-def test_copies_move_exactly_the_ranges(with_numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not with_numba:
+@pytest.mark.parametrize("way", ["compiled", "no numba", "kernel", "one by one"])
+def test_copies_move_exactly_the_ranges(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "no numba":
         real_import = builtins.__import__
 
         def no_numba(name: str, *args: object, **kwargs: object) -> object:
@@ -84,6 +126,8 @@ def test_copies_move_exactly_the_ranges(with_numba: bool, monkeypatch: pytest.Mo
             return real_import(name, *args, **kwargs)  # type: ignore[arg-type]
 
         monkeypatch.setattr(builtins, "__import__", no_numba)
+    if way == "one by one":
+        monkeypatch.setattr(copying, "kernel_copy", lambda: None)
     engine_cache = np.arange(4000, dtype=np.uint8)
     arena = np.zeros(4000, dtype=np.uint8)
     before = engine_cache.copy()
@@ -95,7 +139,7 @@ def test_copies_move_exactly_the_ranges(with_numba: bool, monkeypatch: pytest.Mo
             np.array(sizes, dtype=np.int64),
         )
 
-    copier = copying.MemoryCopyEngine()
+    copier = copying.MemoryCopyEngine(compiled=way in ("compiled", "no numba"))
     ranges = join([at([0, 1000], [2000, 0], [10, 300]), at([3990], [3000], [10])])
     copier.to_arena(ranges, copier.mark())
     expected = np.zeros_like(arena)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.memory.arena import Arena, available_memory_bytes, require_memory
+from kvtier.memory.arena import Arena, RankMemory, available_memory_bytes, require_memory, require_memory_of_ranks
 
 
 def test_views_and_address_are_the_same_memory() -> None:
@@ -44,3 +44,13 @@ def test_too_much_is_refused_with_setting_value_and_way_out() -> None:
     require_memory(10**18, "dram_bytes", None)
     with pytest.raises(ConfigError, match=r"dram_bytes is 1,000 bytes, and 999 bytes .* lower dram_bytes"):
         require_memory(1000, "dram_bytes", 999)
+
+
+def test_ranks_on_one_machine_count_together() -> None:
+    ranks = [RankMemory("a", 60, 100), RankMemory("a", 30, 95), RankMemory("b", 80, 100), RankMemory("b", 40, None)]
+    require_memory_of_ranks(ranks[0], ranks, "dram_bytes")
+    with pytest.raises(ConfigError, match=r"dram_bytes, of the 2 ranks .* is 120 bytes, and 100 .*lower dram_bytes"):
+        require_memory_of_ranks(ranks[2], ranks, "dram_bytes")
+    with pytest.raises(ConfigError, match="is 96 bytes, and 95"):
+        require_memory_of_ranks(ranks[1], [ranks[0], RankMemory("a", 36, 95)], "dram_bytes")
+    require_memory_of_ranks(RankMemory("c", 1 << 60, None), [RankMemory("c", 1 << 60, None)], "dram_bytes")

@@ -97,3 +97,22 @@ class _OffersTwice(LRUPolicy):
 def test_the_checks_find_a_broken_policy(broken: type[EvictionPolicy]) -> None:
     with pytest.raises(AssertionError):
         check_policy(broken)
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_filling_is_inserting(name: str) -> None:
+    """Also into a tier that holds something already."""
+    one, many = make_policy(name, 1 << 20), make_policy(name, 1 << 20)
+    for policy in (one, many):
+        policy.insert(b"first", RecordInfo(64), 0.0)
+    keys = [b"%d" % number for number in range(9)]
+    infos = [RecordInfo(64, depth_tokens=16 * number) for number in range(9)]
+    for key, info in zip(keys, infos, strict=True):
+        one.insert(key, info, 1.0)
+    many.fill(keys, infos.__getitem__, 1.0)
+    assert len(one) == len(many) == 10
+    empty = make_policy(name, 1 << 20)
+    empty.fill(keys, infos.__getitem__, 1.0)
+    empty.insert(b"last", RecordInfo(64), 2.0)
+    assert [*empty.candidates(3.0, lambda key: False)].count(b"last") == len(empty) - 9 == 1
+    assert list(one.candidates(3.0, lambda key: False)) == list(many.candidates(3.0, lambda key: False))

@@ -172,19 +172,36 @@ def test_the_same_key_is_stored_once() -> None:
     assert sum(len(a.parts) for a in store.take_actions() if isinstance(a, WriteParts)) == 2
 
 
-def test_a_lost_part_leaves_every_tier_and_its_neighbours_stay_on_disk() -> None:
-    store = TieredStore(LIMITS)
-    for group in ((0, 1), (2, 3), (4, 5, 6, 7)):
-        store_parts(store, *group)
-        finish_writes(store)
+def test_a_part_lost_on_disk_leaves_every_rank_and_its_neighbours_stay() -> None:
+    store = TieredStore(replace(LIMITS, rank_count=2))
+    store.fill_from_disk([(key(n), 0, 16) for n in range(3)], 0.0)
     load = store.begin_load(parts(0, 1, 2), "r", 1.0)
+    assert {place.source for place in load.parts} == {Source.DISK}
     store.apply(LoadFailed(load.load_id, {key(1): "checksum"}, ""), 1.0)
     assert not store.end_load("r", 1.0)
     assert store.leading_run(keys(0, 1, 2)) == (1, False)
     assert store.presence(key(2)) is Presence.HIT
-    assert finish_writes(store) == keys(1)
+    assert [a for a in store.take_actions() if isinstance(a, DeleteParts)] == [DeleteParts(keys(1))]
     assert store.counters["load_failed:checksum"] == 1
     assert len(store.take_notices()) == 1
+    store.check()
+
+
+def test_a_part_found_bad_in_dram_is_served_from_its_disk_copy() -> None:
+    store = TieredStore(LIMITS)
+    store_parts(store, 0, 1)
+    finish_writes(store)
+    load = store.begin_load(parts(0, 1), "r", 1.0)
+    assert {place.source for place in load.parts} == {Source.DRAM}
+    store.apply(LoadFailed(load.load_id, {key(1): "checksum"}, ""), 1.0)
+    assert not store.end_load("r", 1.0)
+    assert store.leading_run(keys(0, 1)) == (2, False), "the disk's copy was not the bad one"
+    assert [store.source(key(0)), store.source(key(1))] == [Source.DRAM, Source.DISK]
+    assert store.counters["disk_lost_parts"] == 0
+    assert finish_writes(store) == []
+    store.begin_load(parts(0, 1), "again", 2.0)
+    assert store.end_load("again", 2.0)
+    assert store.source(key(1)) is Source.DRAM
     store.check()
 
 

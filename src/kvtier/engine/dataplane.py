@@ -30,6 +30,7 @@ import numpy as np
 
 from kvtier.engine.copying import CopyEngine
 from kvtier.engine.layout import Addresses, GroupLayout, Piece, join
+from kvtier.errors import StoreUnavailableError
 from kvtier.memory.arena import Arena
 from kvtier.record.envelope import Identity, open_slot, seal_slot, slot_bytes
 from kvtier.record.errors import RecordError
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 _STAGING_SLOTS_MIN = 2
 _STAGING_SLOTS_MAX = 8
 _COPY_PARTS_MAX = 8
+_RESET_RETRY_S = 0.5
 
 
 def staging_bytes_of(arena_bytes: int, sizes: Sequence[int]) -> int:
@@ -161,6 +163,7 @@ class DataPlane:
         self._outcomes: list[Outcome] = []
         self._open_jobs: set[int] = set()
         self._given_up: set[int] = set()
+        self._closing = threading.Event()
         # Held while a copy looks whether its job was given up, and runs: `wait` takes them to know that none runs any more.
         self._store_copy = threading.Lock()
         self._load_copy = threading.Lock()
@@ -183,17 +186,22 @@ class DataPlane:
     # ---- the engine's thread
 
     def submit_store(self, job_id: int, parts: Sequence[PartPlace], pieces: Sequence[Piece]) -> None:
-        """Copy `parts` out of the engine. Ends once their bytes are in their slots."""
+        """Copy `parts` out of the engine. Ends once their bytes are in their slots. Where it raises, there is no job."""
+        job = _Job(job_id, parts, pieces, self._copier.mark(), self._clock(), self.generation)
         self._open(job_id)
-        self._store_queue.put(_Job(job_id, parts, pieces, self._copier.mark(), self._clock(), self.generation))
+        self._store_queue.put(job)
 
     def submit_load(self, job_id: int, load_id: int, parts: Sequence[PartPlace], pieces: Sequence[Piece]) -> None:
-        """Bring `parts` into the engine. Ends once all are there, or at the first failure, or at the deadline."""
-        self._open(job_id)
+        """Bring `parts` into the engine. Ends once all are there, or at the first failure, or at the deadline.
+
+        Where it raises, there is no job.
+        """
         now_s = self._clock()
         deadline_s = now_s + self._load_deadline_s
         mark = self._copier.mark()
-        self._load_queue.put(_LoadJob(job_id, parts, pieces, mark, now_s, self.generation, 0, load_id, deadline_s))
+        job = _LoadJob(job_id, parts, pieces, mark, now_s, self.generation, 0, load_id, deadline_s)
+        self._open(job_id)
+        self._load_queue.put(job)
 
     def act(self, actions: Sequence[Action]) -> None:
         """Take the control plane's actions, in order."""
@@ -229,6 +237,7 @@ class DataPlane:
     def close(self, deadline_s: float) -> bool:
         """End the threads and the disk store. True if everything submitted was published in time."""
         end_s = self._clock() + deadline_s
+        self._closing.set()
         self._store_queue.put(None)
         self._load_queue.put(None)
         self._write_queue.put(None)
@@ -245,6 +254,8 @@ class DataPlane:
     # ---- ends of jobs
 
     def _open(self, job_id: int) -> None:
+        if self._closing.is_set():
+            raise StoreUnavailableError("the data plane is closed: nothing is copied any more")
         with self._lock:
             self._open_jobs.add(job_id)
 
@@ -289,12 +300,11 @@ class DataPlane:
         failed: dict[Key, str] = {}
         whole: list[Piece] = []
         for piece in job.pieces:
-            missing = len(piece.parts) * self._layouts[piece.group].blocks_per_chunk - len(piece.block_ids)
-            if missing == 0:
-                whole.append(piece)
-            else:
-                # The engine has let go of some blocks of a window: a part with holes must never be found.
-                failed.update({job.parts[place].key: "a chunk is not whole any more" for place in piece.parts})
+            kept, broken = piece.whole_parts(self._layouts[piece.group])
+            if kept.parts:
+                whole.append(kept)
+            # The engine has let go of some blocks of a window: a part with holes must never be found.
+            failed.update({job.parts[place].key: "a chunk is not whole any more" for place in broken})
         if whole:
             ranges = join([piece.select(self._layouts[piece.group], addresses) for piece in whole])
             with self._store_copy:
@@ -498,8 +508,6 @@ class DataPlane:
                     self._report(WriteDone(action.move_id, {part.key: f"io: {error!r}" for part in action.parts}))
                 elif isinstance(action, ReadParts):
                     self._report(ReadDone(action.move_id, {part.key: f"io: {error!r}" for part in action.parts}))
-                elif isinstance(action, ResetTier):
-                    self._start_fence(action.fence_id)
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, WriteParts):
@@ -515,9 +523,26 @@ class DataPlane:
             if self._disk is not None:
                 self._disk.delete(action.keys)
         elif isinstance(action, ResetTier):
-            if self._disk is not None:
+            self._reset(action)
+
+    def _reset(self, action: ResetTier) -> None:
+        """Answer the fence only once a restart cannot bring back what is older: until the disk has it, try again."""
+        said = False
+        while self._disk is not None:
+            try:
                 self._disk.reset(action.generation)
-            self._start_fence(action.fence_id)
+                break
+            except Exception:
+                if not said:
+                    logger.warning(
+                        "kvtier: the reset to generation %d is in force, but not on disk yet: trying again, and writing nothing until then",
+                        action.generation,
+                        exc_info=True,
+                    )
+                said = True
+            if self._closing.wait(_RESET_RETRY_S):
+                return
+        self._start_fence(action.fence_id)
 
     def _when_all_end(self, count: int, then: Callable[[dict[Key, str]], None]) -> Callable[[Sequence[PartDone]], None]:
         """A `done` for `count` parts, that calls `then` with the reasons of those that failed when the last has ended."""

@@ -20,7 +20,7 @@ from kvtier.config import load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
 from kvtier.engine.layout import GroupLayout, Piece, Region
-from kvtier.engine.opening import open_disk, open_trace, store_limits
+from kvtier.engine.opening import may_compile, open_disk, open_trace, store_limits
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
@@ -77,7 +77,7 @@ class Cache:
         self._plane = DataPlane(
             arena,
             [layout],
-            MemoryCopyEngine(),
+            MemoryCopyEngine(compiled=may_compile(config, arena_bytes)),
             disk,
             namespace=space.id,
             slots_bytes=arena_bytes - staging_bytes,
@@ -92,7 +92,8 @@ class Cache:
         )
         self.store = TieredStore(limits, generation=self._plane.generation)
         if disk is not None:
-            self.store.fill_from_disk([(e.key, 0, e.depth_tokens) for e in disk.entries()], time.monotonic())
+            found, depths = disk.keys_and_depths()
+            self.store.fill_many_from_disk(found, [0] * len(found), depths, time.monotonic())
         self._lock = threading.Lock()
         self._next_job = 0
         self._at_end: dict[int, Callable[[], None]] = {}
@@ -159,10 +160,21 @@ class Cache:
                     return 0
 
     def reset(self) -> None:
-        """Forget everything, for good."""
+        """Forget everything, for good: once this returns, a restart does not bring it back either.
+
+        Raises StoreUnavailableError where the disk has not confirmed that within `write_deadline_s`; in this process it is gone all the same.
+        """
         with self._lock:
             self.store.reset(time.monotonic())
+            end_s = time.monotonic() + self.config.write_deadline_s
             self._step()
+            while self.store.resetting():
+                if time.monotonic() >= end_s:
+                    raise StoreUnavailableError(
+                        f"the reset is in force, but disk_path {self.config.disk_path} has not confirmed it within write_deadline_s: look at the disk"
+                    )
+                self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
+                self._step()
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until what was put is on disk, at most `deadline_s` seconds. True if it is, or was found not to fit."""

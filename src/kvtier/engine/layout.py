@@ -76,13 +76,26 @@ class Piece:
         group: the group.
         parts: place of each of its parts in the job's list, in order.
         block_ids: the engine's blocks, int64, dealt to the parts in order.
-        first: how many blocks of the first part are left out.
+        first: how many blocks of the first part are left out: in a load because the engine has them, in a store because it has them no more.
     """
 
     group: int
     parts: tuple[int, ...]
     block_ids: Addresses
     first: int
+
+    def whole_parts(self, layout: GroupLayout) -> tuple["Piece", tuple[int, ...]]:
+        """For a store: what of this piece has all its blocks, and the parts that have not.
+
+        Where more blocks are missing than the first part's first ones, nothing says which: then no part is whole.
+        """
+        missing = len(self.parts) * layout.blocks_per_chunk - len(self.block_ids)
+        if missing == 0:
+            return self, ()
+        if missing != self.first:
+            return Piece(self.group, (), self.block_ids[:0], 0), self.parts
+        rest = self.block_ids[layout.blocks_per_chunk - self.first :]
+        return Piece(self.group, self.parts[1:], rest, 0), self.parts[:1]
 
     def select(
         self, layout: GroupLayout, slot_addresses: Addresses, wanted: npt.NDArray[np.bool_] | None = None

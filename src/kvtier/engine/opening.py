@@ -14,13 +14,19 @@ from kvtier.record.envelope import Identity
 from kvtier.store.moves import Key
 from kvtier.store.tiered import SHARED_DISK_BYTES, StoreLimits
 from kvtier.tier.disk.base import PartStore
-from kvtier.tier.disk.engines import make_io
+from kvtier.tier.disk.engines import COMPILER_ARENA_BYTES_MIN, make_io
 from kvtier.tier.disk.presence import SharedPresence
 from kvtier.tier.disk.segment_store import SegmentStore
 from kvtier.tier.disk.shared_layout import SharedLayout
 from kvtier.tier.disk.shared_store import SharedStore
 
 logger = logging.getLogger(__name__)
+
+
+def may_compile(config: Config, arena_bytes: int) -> bool:
+    """Whether a rank with such an arena may have a compiler in memory: where the ring needs one anyway, or the arena is large."""
+    asked_for = config.disk_path is not None and config.disk_io == "ring"
+    return asked_for or arena_bytes >= COMPILER_ARENA_BYTES_MIN
 
 
 def open_disk(
@@ -30,7 +36,7 @@ def open_disk(
 
     Raises ConfigError, StoreUnavailableError: nothing is left open then.
     """
-    io = make_io(config.disk_io, iodepth=config.io_depth)
+    io = make_io(config.disk_io, iodepth=config.io_depth, arena_bytes=arena.capacity_bytes)
     try:
         store = SegmentStore(
             root,

@@ -5,7 +5,9 @@ addresses. Pages are touched on first use, so that an arena costs what it holds,
 """
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +36,30 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     return max(available, 0)
 
 
-def require_memory(wanted_bytes: int, setting: str, available_bytes: int | None) -> None:
-    """Raise ConfigError, naming `setting`, where `wanted_bytes` is more than is available."""
+def require_memory(wanted_bytes: int, setting: str, available_bytes: int | None, *, ranks: int = 1) -> None:
+    """Raise ConfigError, naming `setting`, where `wanted_bytes`, of so many ranks together, is more than is available."""
     if available_bytes is not None and wanted_bytes > available_bytes:
+        what = f"{setting} is" if ranks == 1 else f"{setting}, of the {ranks} ranks on this machine together, is"
         raise ConfigError(
-            f"{setting} is {wanted_bytes:,} bytes, and {available_bytes:,} bytes of memory are available: lower {setting}, "
+            f"{what} {wanted_bytes:,} bytes, and {available_bytes:,} bytes of memory are available: lower {setting}, "
             "or give the machine or its container more memory"
         )
+
+
+class RankMemory(NamedTuple):
+    """What a rank is about to allocate, and what it sees available on its machine."""
+
+    machine: str
+    wanted_bytes: int
+    available_bytes: int | None
+
+
+def require_memory_of_ranks(own: RankMemory, ranks: Sequence[RankMemory], setting: str) -> None:
+    """Raise ConfigError where the ranks on `own`'s machine, which see the same memory available, want more than that together."""
+    here = [rank for rank in ranks if rank.machine == own.machine]
+    seen = [rank.available_bytes for rank in here if rank.available_bytes is not None]
+    wanted_bytes = sum(rank.wanted_bytes for rank in here)
+    require_memory(wanted_bytes, setting, min(seen, default=None), ranks=len(here))
 
 
 class Arena:

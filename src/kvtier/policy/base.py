@@ -77,6 +77,11 @@ class EvictionPolicy(ABC):
     def insert(self, key: Key, info: RecordInfo, now_s: float) -> None:
         """`key` entered the tier. It was not in it before."""
 
+    def fill(self, keys: Sequence[Key], info_of: Callable[[int], RecordInfo], now_s: float) -> None:
+        """All of `keys` entered the tier, in this order, many at once; `info_of` says what is known of the one at a place."""
+        for place, key in enumerate(keys):
+            self.insert(key, info_of(place), now_s)
+
     @abstractmethod
     def access(self, key: Key, now_s: float) -> None:
         """`key`, which is in the tier, was used."""

@@ -1,7 +1,7 @@
 """Least recently used."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from kvtier.policy.base import EvictionPolicy, Key, RecordInfo
@@ -18,6 +18,12 @@ class LRUPolicy(EvictionPolicy):
 
     def insert(self, key: Key, info: RecordInfo, now_s: float) -> None:
         self._order[key] = None
+
+    def fill(self, keys: Sequence[Key], info_of: Callable[[int], RecordInfo], now_s: float) -> None:
+        if self._order:
+            self._order.update(dict.fromkeys(keys))
+        else:
+            self._order = OrderedDict.fromkeys(keys)
 
     def access(self, key: Key, now_s: float) -> None:
         self._order.move_to_end(key)

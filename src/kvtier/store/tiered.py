@@ -508,6 +508,7 @@ class TieredStore:
                 slot.state = _State.READY
                 self._stored(part.key, slot, below=True)
             elif filled or part.key in load.lost:
+                # What was wrong in DRAM is gone from there alone: the disk has bytes of its own.
                 self._forget_slot(part.key, slot, now_s)
             if filled and load.ranks_holding:
                 held.append(slot)
@@ -516,8 +517,9 @@ class TieredStore:
                 self._let_go(part.key, slot, now_s)
         if held:
             self._held[load.load_id] = _Owed(load.ranks_holding, held, now_s + self.limits.write_deadline_s)
-        for key, reason in load.lost.items():
-            self._forget_disk(key, reason, now_s)
+        for part in load.parts:
+            if part.key in load.lost and part.source is Source.DISK:
+                self._forget_disk(part.key, load.lost[part.key], now_s)
         if failed:
             self.counters["load_failed"] += 1
         return not failed
@@ -617,6 +619,10 @@ class TieredStore:
             self._disk_limit_bytes = self.limits.disk_bytes
             self._disk_suspended = False
 
+    def resetting(self) -> bool:
+        """Whether a rank has not answered a reset yet: until then a crash could bring back what it had on disk."""
+        return bool(self._fences)
+
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""
         awaited: list[_Write | _Read | _Owed]
@@ -638,7 +644,19 @@ class TieredStore:
         return notices
 
     def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float, strays: Sequence[Key] = ()) -> None:
-        """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first.
+        """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first; see `fill_many_from_disk`."""
+        keys, groups, depths = zip(*entries, strict=True) if entries else ((), (), ())
+        self.fill_many_from_disk(keys, groups, depths, now_s, strays)
+
+    def fill_many_from_disk(
+        self,
+        keys: Sequence[Key],
+        groups: Sequence[int],
+        depths_tokens: Sequence[int],
+        now_s: float,
+        strays: Sequence[Key] = (),
+    ) -> None:
+        """Enter parts that every rank's catalog has, oldest use first, by column: a million of them, nothing done one by one.
 
         What is over capacity is deleted, oldest first, and so are `strays`, which only some ranks have: they would take room
         that nobody counts, and stand in the way when their keys are written again.
@@ -647,8 +665,19 @@ class TieredStore:
             return
         if strays:
             self._actions.append(DeleteParts(list(strays)))
-        for key, group, depth in entries:
-            self._enter_disk(key, group, RecordInfo(self.limits.slot_bytes[group], depth_tokens=depth), now_s)
+        self._disk.update(zip(keys, groups, strict=True))
+        for group, count in Counter(groups).items():
+            self._disk_used_bytes += count * self.limits.slot_bytes[group]
+        infos: dict[tuple[int, int], RecordInfo] = {}
+
+        def info_of(place: int) -> RecordInfo:
+            like = groups[place], depths_tokens[place]
+            info = infos.get(like)
+            if info is None:
+                info = infos[like] = RecordInfo(self.limits.slot_bytes[like[0]], depth_tokens=like[1])
+            return info
+
+        self._disk_policy.fill(keys, info_of, now_s)
         over = self._disk_used_bytes - self.limits.disk_bytes
         if over > 0:
             victims: list[Key] = []

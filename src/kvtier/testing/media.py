@@ -33,6 +33,7 @@ class FaultyPartStore(PartStore):
         flip: keys of which one bit is flipped when they are read.
         write_failure: what every write ends with, None for its own end.
         raises: what `submit_read` and `submit_write` raise, None for nothing.
+        reset_raises: what `reset` raises, None for nothing.
     """
 
     def __init__(self, inner: PartStore) -> None:
@@ -41,6 +42,7 @@ class FaultyPartStore(PartStore):
         self.flip: set[Key] = set()
         self.write_failure: PartFailure | None = None
         self.raises: Exception | None = None
+        self.reset_raises: Exception | None = None
         self._lock = threading.Lock()
         self._stalled = False
         self._held: list[_HeldRead] = []
@@ -102,6 +104,8 @@ class FaultyPartStore(PartStore):
         self.inner.delete(keys)
 
     def reset(self, generation: int) -> None:
+        if self.reset_raises is not None:
+            raise self.reset_raises
         self.inner.reset(generation)
 
     def flush(self, deadline_s: float) -> bool:

@@ -111,10 +111,10 @@ LLAMA = CASES[0]
 
 
 def kvtier_settings(disk_path: Path | None, **more: Any) -> dict[str, Any]:
-    """Settings of kvtier in these tests."""
+    """Settings of kvtier in these tests: with the ring, which small arenas like theirs do not get by themselves."""
     settings: dict[str, Any] = {"dram_bytes": DRAM_BYTES}
     if disk_path is not None:
-        settings |= {"disk_path": str(disk_path), "disk_bytes": DISK_BYTES, "disk_free_bytes_min": 0}
+        settings |= {"disk_io": "ring", "disk_path": str(disk_path), "disk_bytes": DISK_BYTES, "disk_free_bytes_min": 0}
     return settings | more
 
 

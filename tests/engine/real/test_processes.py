@@ -11,6 +11,7 @@ import pytest
 from tests.engine.real.cases import LLAMA, LOGPROBS, ask_crowd, assert_same, counters_of, external, kvtier_settings
 from tests.engine.real.conftest import Fork
 
+from kvtier.memory.arena import available_memory_bytes
 from kvtier.testing import forks
 from kvtier.testing.vllm.driver import Answer, Engine, fork_processes
 
@@ -128,11 +129,29 @@ def test_one_rank_lost_its_data(fork: Fork, checkpoint: Callable[[str], Path], s
     assert missing.external_tokens == 0
 
 
+def test_arenas_that_fit_one_by_one_but_not_together_are_refused(fork: Fork, checkpoint: Callable[[str], Path]) -> None:
+    available = available_memory_bytes()
+    if (os.cpu_count() or 1) < 2 or available is None:
+        pytest.skip("two workers need two cores, and the system says how much memory it has")
+    model = checkpoint(LLAMA.model)
+
+    def start() -> str:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        fork_processes()
+        try:
+            with LLAMA.engine(model, kvtier={"dram_bytes": available * 3 // 2}, **TENSOR_PARALLEL):
+                return "started"
+        except Exception as error:  # noqa: BLE001 - whatever vLLM makes of a worker's error
+            return str(error)
+
+    assert "dram_bytes, of the 2 ranks on this machine together, is" in fork(start)
+
+
 def own_process(model: Path, disk: Path) -> Any:
     """An engine whose core is in a process of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     fork_processes()
-    return LLAMA.engine(model, kvtier=kvtier_settings(disk))
+    return LLAMA.engine(model, kvtier=kvtier_settings(disk, disk_io="auto"))
 
 
 def test_engine_core_in_its_own_process(fork: Fork, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Needs vLLM's Python, not an engine: a contract test of what we use of it.
 
 import logging
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def handshake(**changes: Any) -> KVTierHandshake:
         "slots_bytes": 8 * SLOT,
         "disk_bytes": 64 * SLOT,
         "generation": 0,
-        "entries": [],
+        "entries": ([], []),
     }
     return KVTierHandshake(**(values | changes))
 
@@ -177,7 +178,9 @@ def test_nothing_is_kept_of_a_request_aborted_during_a_load_that_failed() -> Non
 def test_only_what_every_rank_has_counts_at_start() -> None:
     a, b, c = keys(3)
     manager = make_manager(
-        handshake(entries=[(a, 128), (b, 256)]), handshake(entries=[(b, 256), (c, 384)]), handshake(entries=[(b, 256)])
+        handshake(entries=([a, b], [128, 256])),
+        handshake(entries=([b, c], [256, 384])),
+        handshake(entries=([b], [256])),
     )
     assert [manager.lookup(key, context()) for key in (a, b, c)] == [
         LookupResult.MISS,
@@ -190,7 +193,7 @@ def test_only_what_every_rank_has_counts_at_start() -> None:
 
 
 def test_a_reset_that_reached_some_ranks_starts_empty() -> None:
-    manager = make_manager(handshake(entries=[(keys(1)[0], 128)], generation=3), handshake(generation=4))
+    manager = make_manager(handshake(entries=([keys(1)[0]], [128]), generation=3), handshake(generation=4))
     assert manager.lookup(keys(1)[0], context()) is LookupResult.MISS
     assert manager.store is not None and manager.store.generation == 5
 
@@ -210,18 +213,41 @@ def test_without_a_handshake_nothing_is_cached_and_it_is_said_once(caplog: pytes
     assert not manager.has_pending_work() and manager.get_stats() is None
 
 
+@pytest.mark.parametrize("entries", [([], []), ([b"a", b"", b"long key"], [1, 0, 2**40])])
+def test_a_handshake_crosses_processes(entries: tuple[list[bytes], list[int]]) -> None:
+    sent = handshake(entries=entries, generation=3)
+    received = pickle.loads(pickle.dumps(sent))
+    assert received == sent and received.entries == entries
+    assert [type(part) for part in received.entries] == [list, list]
+
+
+def test_an_excluded_request_neither_loads_nor_stores() -> None:
+    manager, ctx = make_manager(), context()
+    manager.on_new_request(ctx)
+    store(manager, keys(2), ctx)
+    assert manager.leading_run(keys(2), ctx).length == 2
+    excluded = context("lora")
+    manager.on_new_request(excluded)
+    manager.exclude("lora")
+    assert manager.leading_run(keys(2), excluded) == (0, False)
+    assert manager.lookup(keys(2)[0], excluded) is LookupResult.MISS
+    output = manager.prepare_store(keys(3), excluded)
+    assert output is not None and output.keys_to_store == []
+    manager.on_request_finished(excluded)
+    manager.on_new_request(excluded)
+    assert manager.leading_run(keys(2), excluded).length == 2, "the name may be another request's later"
+
+
 def test_blocks_are_dealt_to_parts_group_after_group() -> None:
     parts = [PartPlace(b"a", 0, 0), PartPlace(b"b", 0, 0), PartPlace(b"c", 1, 0)]
     spec = GPULoadStoreSpec([7, 8, 9, 3], group_sizes=[3, 1], block_indices=[5, 4])
-    load = pieces_of(spec, parts, 4, is_load=True)
-    assert [(p.group, p.parts, p.block_ids.tolist(), p.first) for p in load] == [
+    pieces = pieces_of(spec, parts, 4)
+    assert [(p.group, p.parts, p.block_ids.tolist(), p.first) for p in pieces] == [
         (0, (0, 1), [7, 8, 9], 1),
         (1, (2,), [3], 0),
     ]
-    stored = pieces_of(spec, parts, 4, is_load=False)
-    assert [p.first for p in stored] == [0, 0]
     empty = GPULoadStoreSpec([4], group_sizes=[0, 1], block_indices=[0, 0])
-    assert [p.group for p in pieces_of(empty, parts[2:], 1, is_load=True)] == [1]
+    assert [p.group for p in pieces_of(empty, parts[2:], 1)] == [1]
 
 
 def test_layouts_follow_strides_and_leave_padding_out() -> None:
@@ -329,6 +355,13 @@ def test_what_would_give_no_hits_is_said(
     assert config.cache_config.prefix_caching_hash_algo == ("sha256_cbor" if algorithm == "sha256" else algorithm)
 
 
+def test_the_front_end_gives_the_engine_time_to_close_unless_told_how_much() -> None:
+    for before, after in ((0, 13), (3, 3), (600, 600)):
+        config = SimpleNamespace(shutdown_timeout=before)
+        startup.give_time_to_close(config, 7.5)
+        assert config.shutdown_timeout == after
+
+
 def test_another_vllm_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup.vllm, "__version__", "0.99.0")
     groups = SimpleNamespace(kv_cache_groups=[])
@@ -344,7 +377,7 @@ def test_a_model_with_an_unknown_cache_is_refused() -> None:
 
 
 def test_ids_are_numpy_arrays_of_one_kind() -> None:
-    (piece,) = pieces_of(GPULoadStoreSpec([1], [1], [0]), [PartPlace(b"a", 0, 0)], 1, is_load=True)
+    (piece,) = pieces_of(GPULoadStoreSpec([1], [1], [0]), [PartPlace(b"a", 0, 0)], 1)
     assert piece.block_ids.dtype == np.int64
 
 
@@ -515,7 +548,7 @@ def test_lookups_for_a_request_that_waits_start_no_deadline_and_hurry_nothing(tm
     settings = {"disk_path": str(tmp_path), "enable_preload": True, "preload_lookahead_requests": 1, "io_depth": 1}
     manager = KVTierManager(load_config(settings, environ={}).config, group_ids=[2, 5], clock=clock)
     wanted = keys(2)
-    manager.begin([handshake(entries=[(key, 16) for key in wanted])])
+    manager.begin([handshake(entries=(wanted, [16] * len(wanted)))])
     assert manager.preload(manager.parts(wanted, context()), "r")
     with manager.looking_ahead():
         assert manager.leading_run(wanted, context()) == (2, True)

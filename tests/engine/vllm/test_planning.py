@@ -42,7 +42,7 @@ class Setup:
         config = Config(**settings)
         self.manager = KVTierManager(config, [0], [PART_TOKENS], self.clock)
         self.keys = [make_offload_key(n.to_bytes(32, "big"), 0) for n in range(on_disk + in_dram)]
-        entries = [(bytes(key), PART_TOKENS) for key in self.keys[:on_disk]]
+        entries = ([bytes(key) for key in self.keys[:on_disk]], [PART_TOKENS] * on_disk)
         self.manager.begin([KVTierHandshake((SLOT,), 200 * SLOT, 512 * SLOT, 0, entries)])
         context = ReqContext(req_id="filler")
         if in_dram:

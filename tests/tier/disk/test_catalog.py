@@ -1,5 +1,6 @@
 """The catalog alone: one transaction a commit, and damage told from another version."""
 
+import contextlib
 import os
 import sqlite3
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import StoreUnavailableError
+from kvtier.tier.disk import catalog as catalog_module
 from kvtier.tier.disk.catalog import (
     CATALOG_NAME,
     Catalog,
@@ -35,6 +37,23 @@ def test_rows_come_back_longest_unused_first(tmp_path: Path) -> None:
     again = Catalog(tmp_path, "sync")
     assert [one.id for one in again.rows()] == [4, 1, 3]
     again.close()
+
+
+def test_columns_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "_FETCH_ROWS", 7)
+    with contextlib.closing(Catalog(tmp_path, "none")) as catalog:
+        assert len(catalog.columns().ids) == len(catalog.columns().keys) == 0
+        rows = [row(number, 1000 - number * number % 53) for number in range(1, 40)]
+        rows.append(CatalogRow(99, b"", 2**32 - 1, 2**32 - 1, 2**63 - 1, -(2**63), 2**63 - 1, float("inf"), 5))
+        catalog.commit(added=rows, removed=())
+        columns = catalog.columns()
+        found = [
+            CatalogRow(row_id, key, *place, used)
+            for row_id, key, place, used in zip(
+                columns.ids.tolist(), columns.keys, columns.places.tolist(), columns.used.tolist(), strict=True
+            )
+        ]
+        assert found == list(catalog.rows()) == sorted(rows, key=lambda one: one.used)
 
 
 def test_a_commit_is_all_or_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -505,6 +508,39 @@ def test_without_numba_threads_are_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert io.name == "threads"
     assert "pip install" in io.chosen_because
     io.close(WAIT_S)
+
+
+def test_beside_a_small_arena_the_compiler_is_left_out_unless_asked_for() -> None:
+    small, large = engines.COMPILER_ARENA_BYTES_MIN - 1, engines.COMPILER_ARENA_BYTES_MIN
+    for kind, arena_bytes, name, words in (
+        ("auto", small, "threads", "dram_bytes gives a rank 1,024 MiB"),
+        ("auto", 48 << 20, "threads", "48 MiB, .*disk_io=ring"),
+        ("auto", large, "ring", "io_uring works here"),
+        ("auto", None, "ring", "io_uring works here"),
+        ("ring", small, "ring", "asked for"),
+        ("threads", large, "threads", "asked for"),
+    ):
+        io = make_io(kind, arena_bytes=arena_bytes)
+        assert io.name == name, (kind, arena_bytes)
+        assert re.search(words, io.chosen_because)
+        assert io.close(WAIT_S)
+
+
+def test_a_cold_cache_is_filled_by_a_child(tmp_path: Path) -> None:
+    """What compiling leaves in memory does not stay with the engine; and the types that the child compiles for are those that run."""
+    code = """
+import sys
+from kvtier.tier.disk import ring
+io = ring.RingIO()
+assert len(ring._run.signatures) == 1, ring._run.signatures
+assert io.close(10)
+print(sum(ring._run.stats.cache_hits.values()), sum(ring._run.stats.cache_misses.values()))
+"""
+    places = os.pathsep.join(place for place in sys.path if place)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": places}
+    for _ in range(2):
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+        assert run.stdout.split() == ["1", "0"], run.stderr
 
 
 def test_operations_on_names_go_to_threads_where_the_kernel_lacks_them(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """The segment store on real files."""
 
+import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,11 @@ from kvtier.policy.registry import make_policy
 from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
+from kvtier.tier.disk import segment_store
 from kvtier.tier.disk.base import PartFailure, PartRead, PartStore, PartWrite
 from kvtier.tier.disk.catalog import Catalog, CatalogRow
 from kvtier.tier.disk.engines import make_io
-from kvtier.tier.disk.io import PAGE_BYTES, Op, aligned_buffer
+from kvtier.tier.disk.io import PAGE_BYTES, Finished, Job, Op, aligned_buffer
 from kvtier.tier.disk.segment_store import SegmentStore
 
 NAMESPACE = bytes(range(16))
@@ -292,6 +296,110 @@ def test_a_reset_that_only_reached_the_format_file_still_drops_the_rows(tmp_path
     store.close(WAIT_S)
 
 
+@pytest.mark.parametrize("step", ["format file", "catalog"])
+def test_a_reset_that_cannot_be_made_durable_says_so_and_is_tried_until_it_is(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "live").mkdir()
+    store = open_store(tmp_path / "live")
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(3)})
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    place, name = (segment_store, "_write_format") if step == "format file" else (Catalog, "reset")
+    with monkeypatch.context() as broken:
+        broken.setattr(place, name, fail)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match="in force but not durable.*No space left"):
+                store.reset(1)
+        assert (store.generation, len(store)) == (1, 0)
+        waiter = Waiter(1)
+        store.submit_write([PartWrite(keys(1)[0], pattern(2, PAGE_BYTES))], waiter)
+        assert not store.flush(0.2), "a part of the new generation was published in a catalog of the old one"
+    assert set(waiter.failures().values()) == {None}
+    store.reset(1)
+    assert read_part(store, keys(1)[0], PAGE_BYTES) == (None, bytes(pattern(2, PAGE_BYTES)))
+    # As a kill at this moment would leave it.
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    killed = open_store(tmp_path / "killed")
+    assert (killed.generation, len(killed)) == (2, 0)
+    killed.close(WAIT_S)
+    assert store.close(WAIT_S)
+
+
+def test_a_store_whose_reset_never_becomes_durable_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(3)})
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(segment_store, "_write_format", fail)
+    with pytest.raises(StoreUnavailableError):
+        store.reset(1)
+    waiter = Waiter(1)
+    store.submit_write([PartWrite(keys(1)[0], pattern(2, PAGE_BYTES))], waiter)
+    assert not store.close(0.2)
+    assert set(waiter.failures().values()) <= {PartFailure.IO, PartFailure.CLOSED}
+    monkeypatch.undo()
+    open_store(tmp_path).close(WAIT_S)
+
+
+def test_a_submit_that_raises_has_taken_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 16 * PAGE_BYTES)
+    write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    before = store.stats()
+    holes = memoryview(bytearray(2 * PAGE_BYTES))[::2]
+    said: list[object] = []
+    good = [PartWrite(key, pattern(2, PAGE_BYTES)) for key in keys(3, 1)]
+    with pytest.raises((ValueError, TypeError, BufferError)):
+        store.submit_write([*good, PartWrite(b"bad", holes)], said.append)
+    room = aligned_buffer(PAGE_BYTES)
+    for bad in (holes, pattern(1, PAGE_BYTES).toreadonly()):
+        with pytest.raises((ValueError, TypeError, BufferError)):
+            store.submit_read([PartRead(keys(1)[0], room), PartRead(keys(1)[0], bad)], said.append)
+    assert store.flush(WAIT_S)
+    assert store.stats() == before and said == []
+    assert set(write_parts(store, {part.key: part.buffer for part in good}).values()) == {None}
+    store.delete(keys(1))
+    assert store.flush(WAIT_S), "a read that was never started still holds the part"
+    assert store.stats().used_bytes == 3 * PAGE_BYTES
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_what_the_engine_refuses_ends_as_failed_once_for_each_part(tmp_path: Path, kind: str) -> None:
+    class Refusing(FaultyIO):
+        refuses = False
+
+        def submit(self, jobs: Sequence[Job], finished: Finished) -> None:
+            if self.refuses and any(job.steps for job in jobs):
+                raise RuntimeError("no more")
+            super().submit(jobs, finished)
+
+    io = Refusing(make_io("threads"))
+    store = open_store(tmp_path, 16 * PAGE_BYTES, io=io)
+    parts = {key: pattern(1, PAGE_BYTES) for key in keys(4)}
+    if kind == "read":
+        write_parts(store, parts)
+    io.refuses = True
+    if kind == "read":
+        waiter = Waiter(4)
+        store.submit_read([PartRead(key, aligned_buffer(PAGE_BYTES)) for key in parts], waiter)
+        assert waiter.failures() == dict.fromkeys(parts, PartFailure.IO)
+    else:
+        assert write_parts(store, parts) == dict.fromkeys(parts, PartFailure.IO)
+        assert store.stats().used_bytes == 0
+    io.refuses = False
+    assert set(write_parts(store, parts).values()) == {None}
+    store.delete(list(parts))
+    assert store.flush(WAIT_S) and store.stats().used_bytes == 0
+    assert store.close(WAIT_S)
+
+
 def test_a_forked_child_cannot_use_or_harm_its_parents_store(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(3)})
@@ -391,7 +499,7 @@ def test_two_rows_for_one_slot_are_corruption(tmp_path: Path) -> None:
     write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(3))})
     store.close(WAIT_S)
     with sqlite3.connect(store.directory / "catalog.sqlite") as database:
-        database.execute("UPDATE parts SET slot = 0")
+        database.execute("UPDATE parts SET place = (SELECT place FROM parts WHERE id = 1)")
     store = open_store(tmp_path)
     assert any("two rows claim" in note for note in store.notes)
     assert len(store) == 3
@@ -403,7 +511,7 @@ def test_a_catalog_of_another_version_is_refused(tmp_path: Path) -> None:
     store.close(WAIT_S)
     with sqlite3.connect(store.directory / "catalog.sqlite") as database:
         database.execute("PRAGMA user_version=7")
-    with pytest.raises(StoreUnavailableError, match="version 7, this kvtier reads version 1"):
+    with pytest.raises(StoreUnavailableError, match="version 7, this kvtier reads version 2"):
         open_store(tmp_path)
 
 
@@ -534,6 +642,49 @@ def test_an_idle_store_takes_no_processor_time(tmp_path: Path) -> None:
     store.close(WAIT_S)
 
 
+def test_what_lies_nowhere_or_twice_is_found_whatever_the_order(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(5))})
+    store.close(WAIT_S)
+    with contextlib.closing(Catalog(store.directory, "none")) as catalog:
+        rows = list(catalog.rows())
+        wrong = [
+            rows[1]._replace(segment=77),
+            rows[2]._replace(slot=1 << 20),
+            rows[3]._replace(stored_bytes=rows[3].stored_bytes + 1),
+        ]
+        catalog.commit(added=wrong, removed=[row.id for row in wrong])
+    store = open_store(tmp_path)
+    assert [entry.key for entry in store.entries()] == [rows[0].key, rows[4].key]
+    assert store.stats().used_bytes == rows[0].stored_bytes + rows[4].stored_bytes
+    assert any("3 parts of the catalog lie in segments that are missing" in note for note in store.notes)
+    store.close(WAIT_S)
+    store = open_store(tmp_path)
+    assert store.notes == [], "what was forgotten is gone from the catalog too"
+    store.close(WAIT_S)
+    with sqlite3.connect(store.directory / "catalog.sqlite") as database:
+        database.execute("UPDATE parts SET place = x'00' WHERE id = (SELECT min(id) FROM parts)")
+    store = open_store(tmp_path)
+    assert any("a row's place is not 40 bytes long" in note for note in store.notes)
+    store.close(WAIT_S)
+
+
+def test_the_longest_unused_go_where_the_capacity_shrank_and_no_more(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    names = keys(6)
+    write_parts(store, {key: pattern(index, PAGE_BYTES) for index, key in enumerate(names)})
+    for key in (names[0], names[3]):
+        read_part(store, key, PAGE_BYTES)
+    store.close(WAIT_S)
+    for pages, left in ((6, 6), (4, 4), (2, 2)):
+        store = open_store(tmp_path, pages * PAGE_BYTES)
+        assert len(store) == left
+        assert [entry.key for entry in store.entries()][-2:] == [names[0], names[3]]
+        assert store.keys_and_depths() == ([e.key for e in store.entries()], [e.depth_tokens for e in store.entries()])
+        assert store.stats().used_bytes == store.stats().disk_bytes == left * PAGE_BYTES
+        store.close(WAIT_S)
+
+
 @pytest.mark.slow
 def test_a_large_catalog_opens_in_seconds(tmp_path: Path) -> None:
     count = 200_000
@@ -552,6 +703,6 @@ def test_a_large_catalog_opens_in_seconds(tmp_path: Path) -> None:
     before = time.process_time()
     store = open_store(tmp_path, count * PAGE_BYTES, io=make_io("threads"), durability="none")
     # A million in 5 s is 1 s here.
-    assert time.process_time() - before < 1.5
+    assert time.process_time() - before < 1.0
     assert len(store) == count
     store.close(WAIT_S)

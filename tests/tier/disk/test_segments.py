@@ -53,6 +53,22 @@ def test_the_lowest_slot_is_taken_first_and_files_do_not_outgrow_their_length(tm
     segments.close()
 
 
+def test_free_slots_kept_at_the_start_leave_room_for_what_is_taken_elsewhere(tmp_path: Path) -> None:
+    """A process may die with slots of one size still ready and those of another all taken: the capacity is hard then, too."""
+    segments = make(tmp_path, capacity_bytes=12 * PAGE_BYTES)
+    assert segments.grow(PAGE_BYTES, 6) == "" and segments.grow(2 * PAGE_BYTES, 3) == ""
+    numbers = {one.slot_bytes: one.number for one in segments.by_number.values()}
+    segments.close()
+    segments = make(tmp_path, capacity_bytes=9 * PAGE_BYTES)
+    for number, slot_bytes, path in find_segments(tmp_path):
+        segments.adopt(number, slot_bytes, path)
+    marks = {numbers[PAGE_BYTES]: bytearray([1, 0, 0, 0, 0, 0]), numbers[2 * PAGE_BYTES]: bytearray([1, 1, 1])}
+    segments.settle(marks)
+    assert segments.disk_bytes <= 9 * PAGE_BYTES
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("seg_*")) <= 9 * PAGE_BYTES
+    segments.close()
+
+
 def test_the_floor_of_free_disk_is_kept_and_given_back_to(tmp_path: Path) -> None:
     segments = make(tmp_path)
     assert segments.grow(PAGE_BYTES, 1) == ""

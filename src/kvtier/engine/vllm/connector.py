@@ -32,7 +32,14 @@ from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake, KVTierMetadata, KVTierWorkerMetadata
 from kvtier.engine.vllm.scheduler import KVTierScheduler
 from kvtier.engine.vllm.spec import KVTierSpec
-from kvtier.engine.vllm.startup import adjust_engine, check_engine, read_costs, read_settings, show_log
+from kvtier.engine.vllm.startup import (
+    adjust_engine,
+    check_engine,
+    give_time_to_close,
+    read_costs,
+    read_settings,
+    show_log,
+)
 from kvtier.engine.vllm.worker import KVTierWorker
 from kvtier.errors import StoreUnavailableError
 
@@ -169,7 +176,9 @@ class KVTierConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any) -> KVConnectorPromMetrics:
+        settings = read_settings(vllm_config)
         # Upstream finds the definitions of metrics by the name of a spec.
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         extra.update(spec_name=KVTierSpec.__name__, spec_module_path=KVTierSpec.__module__)
+        give_time_to_close(vllm_config, settings.config.close_deadline_s)
         return super().build_prom_metrics(vllm_config, *args)

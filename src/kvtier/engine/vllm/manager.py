@@ -1,6 +1,7 @@
 """The scheduler's side of offloading: vLLM's manager interface over TieredStore."""
 
 import contextlib
+import gc
 import logging
 import secrets
 import time
@@ -75,6 +76,7 @@ class KVTierManager(OffloadingManager):
         self._last_stored: dict[str, dict[int, bytes]] = {}
         self._live: set[str] = set()
         self._declined: set[str] = set()
+        self._excluded: set[str] = set()
         self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
@@ -125,16 +127,29 @@ class KVTierManager(OffloadingManager):
             return
         if self.shared is not None:
             return
-        found = [{key for key, _ in rank.entries} for rank in ranks]
-        common = set.intersection(*found)
-        entries = [
-            (key, self._group_of[get_offload_group_idx(OffloadKey(key))], depth)
-            for key, depth in first.entries
-            if key in common
-        ]
-        self.store.fill_from_disk(entries, self._clock(), sorted(set.union(*found) - common))
+        # A million new objects would have the collector look through all of them again and again, for nothing.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._fill(self.store, ranks)
+        finally:
+            if collecting:
+                gc.enable()
         if limits.disk_bytes:
-            logger.info("kvtier: %d parts found on disk that every rank has", len(entries))
+            logger.info("kvtier: %d parts found on disk that every rank has", self.store.gauges()["disk_parts"])
+
+    def _fill(self, store: TieredStore, ranks: Sequence[KVTierHandshake]) -> None:
+        """Enter what every rank has; what only some have is to be deleted there."""
+        (keys, depths), strays = ranks[0].entries, []
+        if len(ranks) > 1:
+            found = [set(rank.entries[0]) for rank in ranks]
+            common = set.intersection(*found)
+            depths = [depth for key, depth in zip(keys, depths, strict=True) if key in common]
+            keys = [key for key in keys if key in common]
+            strays = sorted(set.union(*found) - common)
+        group_of = {group_id.to_bytes(4, "big"): place for group_id, place in self._group_of.items()}
+        groups = [0] * len(keys) if len(group_of) == 1 else [group_of[key[-4:]] for key in keys]
+        store.fill_many_from_disk(keys, groups, depths, self._clock(), strays)
 
     def _started(self) -> TieredStore | None:
         if self.store is None and not self._warned:
@@ -344,6 +359,11 @@ class KVTierManager(OffloadingManager):
             self._declined.add(req_context.req_id)
             self._newly_declined.append(req_context.req_id)
 
+    def exclude(self, req_id: str) -> None:
+        """Neither load nor store anything of this live request."""
+        self._declined.add(req_id)
+        self._excluded.add(req_id)
+
     def take_declined(self) -> list[str]:
         """Requests whose load failed since the last call: all that they compute is worth storing again."""
         declined, self._newly_declined = self._newly_declined, []
@@ -351,7 +371,7 @@ class KVTierManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         store = self._started()
-        if store is None:
+        if store is None or req_context.req_id in self._excluded:
             return PrepareStoreOutput([], PartsSpec([]), [])
         places = store.begin_store(self._parts(keys, req_context), self._clock())
         if places is None:
@@ -399,6 +419,7 @@ class KVTierManager(OffloadingManager):
         self._last_stored.pop(req_context.req_id, None)
         self._waiting_since_s.pop(req_context.req_id, None)
         self._declined.discard(req_context.req_id)
+        self._excluded.discard(req_context.req_id)
         if self.store is not None:
             self.store.release_preload(req_context.req_id, self._clock())
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kvtier.engine.vllm.lora import Adapters, SaltedRequest, UnkeyedError
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.planning import RequestPlanner
 from kvtier.engine.vllm.startup import read_costs
@@ -46,6 +48,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._seen: set[str] = set()
+        self._adapters = Adapters(time.time(), trusted=self.manager.config.trust_lora_paths)
         self.planner = RequestPlanner(spec.settings, read_costs(vllm_config, spec.settings), self.manager)
         # Requests that wait and have not all that they will load in DRAM yet, in order of arrival, which is vLLM's own unless priorities say otherwise.
         self._waiting: dict[str, _Waiting] = {}
@@ -134,9 +137,25 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
+        self._key_by_adapter(request)
         self.planner.arrived(request.request_id)
         if self.manager.config.enable_preload and not request.skip_reading_prefix_cache:
             self._waiting[request.request_id] = _Waiting(request)
+
+    def _key_by_adapter(self, request: Any) -> None:
+        lora = request.lora_request
+        if lora is None:
+            return
+        try:
+            salt = self._adapters.salt(lora.lora_name, lora.lora_path)
+        except UnkeyedError:
+            self.manager.exclude(request.request_id)
+            return
+        if salt:
+            self._req_status[request.request_id].req = SaltedRequest(request, salt)
+
+    def _make_boundary_key(self, request: Any, *place: Any) -> OffloadKey:
+        return super()._make_boundary_key(self._req_status[request.request_id].req, *place)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._waiting.pop(request.request_id, None)

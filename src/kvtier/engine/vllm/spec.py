@@ -1,6 +1,7 @@
 """The offloading spec: it builds the manager on the scheduler's side, and arena, disk store and data plane in each worker."""
 
 import logging
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_inner_dp_world_group, get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
@@ -25,7 +27,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
-from kvtier.engine.opening import open_disk, open_shared, open_trace
+from kvtier.engine.opening import may_compile, open_disk, open_shared, open_trace
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake
@@ -34,7 +36,7 @@ from kvtier.engine.vllm.startup import let_vllm_scan_llvmlite
 from kvtier.engine.vllm.worker import KVTierWorker, layouts_of
 from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace
-from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
+from kvtier.memory.arena import PAGE_BYTES, Arena, RankMemory, available_memory_bytes, require_memory_of_ranks
 from kvtier.record.envelope import slot_bytes
 from kvtier.store.tiered import SHARED_DISK_BYTES
 from kvtier.tier.disk.base import PartStore
@@ -109,7 +111,7 @@ class KVTierSpec(OffloadingSpec):
                 f"model's parts take up to {max(sizes):,} bytes, set dram_bytes to at least "
                 f"{least_bytes * parallel.world_size:,}, or make parts smaller with blocks_per_chunk or vLLM's block_size"
             )
-        require_memory(rank_bytes, "dram_bytes", available_memory_bytes())
+        self._require_memory(rank_bytes)
         arena = Arena(rank_bytes)
         payload_bytes = tuple(layout.payload_bytes for layout in layouts)
         disk = self._open_disk(namespace, arena, payload_bytes)
@@ -125,12 +127,12 @@ class KVTierSpec(OffloadingSpec):
             load_deadline_s=settings.load_deadline_s,
         )
         shared = disk.layout if isinstance(disk, SharedStore) else None
-        entries = []
+        entries: tuple[list[bytes], list[int]] = ([], [])
         disk_bytes = 0
         if shared is not None:
             disk_bytes = SHARED_DISK_BYTES
         elif disk is not None:
-            entries = [(entry.key, entry.depth_tokens) for entry in disk.entries()]
+            entries = disk.keys_and_depths()
             disk_bytes = settings.disk_bytes // parallel.world_size
         self.handshake = KVTierHandshake(sizes, plane.slots_bytes, disk_bytes, plane.generation, entries, shared)
         logger.info(
@@ -147,6 +149,18 @@ class KVTierSpec(OffloadingSpec):
             wait_deadline_s=settings.load_deadline_s,
             close_deadline_s=settings.close_deadline_s,
         )
+
+    def _require_memory(self, rank_bytes: int) -> None:
+        """Before any rank allocates: all of them have come here and say what they want, or none gets further."""
+        own = RankMemory(platform.node(), rank_bytes, available_memory_bytes())
+        ranks = [own]
+        if self.config.parallel.world_size > 1:
+            ranks = [own] * self.config.parallel.world_size
+            # With data parallelism of its own, vLLM's world is that of all replicas.
+            world = get_world_group()
+            engine = world if world.world_size == len(ranks) else get_inner_dp_world_group()
+            torch.distributed.all_gather_object(ranks, own, group=engine.cpu_group)
+        require_memory_of_ranks(own, ranks, "dram_bytes")
 
     def _open_disk(self, namespace: Namespace, arena: Arena, payload_bytes: tuple[int, ...]) -> PartStore | None:
         root, parallel = self.settings.disk_path, self.config.parallel
@@ -190,10 +204,9 @@ class KVTierSpec(OffloadingSpec):
             key_suffix=bytes(make_offload_key(b"", groups[0].group_id)) if len(groups) == 1 else b"",
         )
 
-    @staticmethod
-    def _copy_engine(arena: Arena, device: torch.device) -> CopyEngine:
+    def _copy_engine(self, arena: Arena, device: torch.device) -> CopyEngine:
         if device.type == "cpu":
-            return MemoryCopyEngine()
+            return MemoryCopyEngine(compiled=may_compile(self.settings, arena.capacity_bytes))
         if current_platform.is_cuda_alike():
             from kvtier.engine.vllm.cuda import CudaCopyEngine
 

@@ -1,6 +1,7 @@
 """What is checked and set before anything is allocated: versions, vLLM's settings, and what would silently give no hits."""
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ KNOWN_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, 
 _UPSTREAM_NAMES = frozenset(
     {"spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "self_describing_kv_events", "canonical_layout"}
 )
+# What vLLM's processes take to end, beside kvtier's own close.
+_TEARDOWN_S = 5
 _REPRODUCIBLE_HASHES = frozenset({"sha256", "sha256_cbor"})
 
 
@@ -102,6 +105,16 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config
                     f"this model caches {type(spec).__name__}, which kvtier is not known to restore rightly: serve it without "
                     "kvtier, or set accept_unknown=true to try it at your own risk"
                 )
+
+
+def give_time_to_close(vllm_config: VllmConfig, close_deadline_s: float) -> None:
+    """In the front end, once the engine core has been started: let it end by itself before it is killed.
+
+    With `--shutdown-timeout 0`, its default, `vllm serve` kills the engine at the very moment at which it asks it to end, and what is being
+    written is lost. The engine core has its own copy of the setting: it goes on aborting requests at once.
+    """
+    if vllm_config.shutdown_timeout == 0:
+        vllm_config.shutdown_timeout = math.ceil(close_deadline_s) + _TEARDOWN_S
 
 
 def adjust_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

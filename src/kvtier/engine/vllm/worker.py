@@ -40,18 +40,17 @@ def layouts_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[Grou
     return layouts
 
 
-def pieces_of(
-    spec: GPULoadStoreSpec, parts: Sequence[PartPlace], blocks_per_chunk: int, *, is_load: bool
-) -> list[Piece]:
+def pieces_of(spec: GPULoadStoreSpec, parts: Sequence[PartPlace], blocks_per_chunk: int) -> list[Piece]:
     """Deal the engine's blocks, which come group after group, to the parts, which do too.
 
-    A load's first block may lie inside its first chunk, since what comes before is in the engine already.
+    A group's first block may lie inside its first chunk: in a load, since what comes before is in the engine already; in a store, since a
+    window has moved on.
     """
     pieces = []
     start = 0
     for group, size in enumerate(spec.group_sizes):
         if size:
-            first = spec.block_indices[group] % blocks_per_chunk if is_load else 0
+            first = spec.block_indices[group] % blocks_per_chunk
             mine = tuple(place for place, part in enumerate(parts) if part.group == group)
             pieces.append(Piece(group, mine, np.asarray(spec.block_ids[start : start + size], dtype=np.int64), first))
         start += size
@@ -85,7 +84,7 @@ class KVTierWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, PartsSpec)
         try:
-            pieces = pieces_of(src_spec, dst_spec.parts, self._blocks_per_chunk, is_load=False)
+            pieces = pieces_of(src_spec, dst_spec.parts, self._blocks_per_chunk)
             self._plane.submit_store(job_id, dst_spec.parts, pieces)
         except Exception as error:
             logger.warning("kvtier: a store could not be started, its parts are not kept", exc_info=True)
@@ -95,7 +94,7 @@ class KVTierWorker(OffloadingWorker):
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         assert isinstance(src_spec, PartsSpec)
         try:
-            pieces = pieces_of(dst_spec, src_spec.parts, self._blocks_per_chunk, is_load=True)
+            pieces = pieces_of(dst_spec, src_spec.parts, self._blocks_per_chunk)
             self._plane.submit_load(job_id, src_spec.load_id, src_spec.parts, pieces)
         except Exception as error:
             logger.warning("kvtier: a load could not be started, its request is recomputed", exc_info=True)

@@ -211,11 +211,12 @@ class Engine:
         max_tokens: int,
         logprobs: int | None = None,
         cache_salt: str | None = None,
+        lora: tuple[str, int, Path] | None = None,
         **sampling: Any,
     ) -> str:
         """Queue a request with greedy sampling; its id. `step` moves it forward.
 
-        Requests with different `cache_salt` share no cache, neither the engine's own nor kvtier's.
+        Requests with different `cache_salt` share no cache, neither the engine's own nor kvtier's. `lora` names an adapter: name, number, path.
         """
         from vllm import SamplingParams
 
@@ -226,7 +227,13 @@ class Engine:
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         started_s = time.perf_counter()
-        request_id: str = self._engine.add_request(f"request-{self._next_id}", inputs, parameters)
+        adapter = None
+        if lora is not None:
+            from vllm.lora.request import LoRARequest
+
+            adapter = LoRARequest(lora[0], lora[1], str(lora[2]))
+        name = f"request-{self._next_id}"
+        request_id: str = self._engine.add_request(name, inputs, parameters, lora_request=adapter)
         self._next_id += 1
         self._pending[request_id] = _Pending(started_s, len(prompt))
         return request_id

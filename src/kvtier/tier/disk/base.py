@@ -119,15 +119,26 @@ class PartStore(ABC):
     def entries(self) -> Iterable[PartEntry]:
         """Every published part of this generation, oldest use first where that is known."""
 
+    def keys_and_depths(self) -> tuple[list[Key], list[int]]:
+        """Of `entries`, in their order, keys and depths in tokens: what the control plane begins with."""
+        entries = list(self.entries())
+        return [entry.key for entry in entries], [entry.depth_tokens for entry in entries]
+
     @abstractmethod
     def submit_write(self, parts: Sequence[PartWrite], done: PartsDone, *, lane: Lane = Lane.WRITE) -> Transfer:
-        """Store `parts`. A key that is already published is a success without a write (same key, same bytes)."""
+        """Store `parts`. A key that is already published is a success without a write (same key, same bytes).
+
+        Where it raises (a buffer that is not contiguous), nothing was taken and `done` is not called.
+        """
 
     @abstractmethod
     def submit_read(
         self, parts: Sequence[PartRead], done: PartsDone, *, lane: Lane = Lane.DEMAND, deadline_s: float | None = None
     ) -> Transfer:
-        """Read `parts`, in order as far as the medium allows; `deadline_s` orders lanes and cancels nothing."""
+        """Read `parts`, in order as far as the medium allows; `deadline_s` orders lanes and cancels nothing.
+
+        Where it raises (a buffer that is not contiguous or not writable), nothing was taken and `done` is not called.
+        """
 
     @abstractmethod
     def delete(self, keys: Sequence[Key]) -> None:

@@ -17,17 +17,20 @@ Invariants:
 The kernel's ring indices are shared memory between processors; the loop is used on x86-64 alone, where it was measured and tested.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import platform
 import struct
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,6 +138,7 @@ CREDIT_LIMIT = int(CREDIT_MAX * CREDIT_UNIT)
 WAKE = SLOTS
 # What a caller asks of a job that waits: to give it up, or to move it to the lane that is added.
 FLAG_CANCELLED, FLAG_PROMOTED = 1, 2
+_COMPILE_DEADLINE_S = 120.0
 E_INTR, E_AGAIN, E_BUSY, E_INVAL, E_NOSPC, E_CANCELED = (
     errno.EINTR,
     errno.EAGAIN,
@@ -676,6 +680,40 @@ def _call(number: int, *arguments: int) -> int:
     return result
 
 
+_LIST, _TABLE, _WORD = types.int64[::1], types.int64[:, ::1], types.int64
+_RUN_TYPES = (
+    _LIST, _LIST, _WORD, _LIST, _WORD, _LIST, _LIST, _TABLE, _TABLE, _TABLE, types.uint8[::1], _LIST, _TABLE, _LIST, _LIST, _TABLE,
+    _TABLE, _TABLE,
+)  # fmt: skip
+
+
+def compile_loop() -> None:
+    """Compile the loop, or take it from numba's cache on disk."""
+    _run.compile(_RUN_TYPES)
+
+
+def _compile_beside() -> None:
+    """Where the cache has no loop yet, have a child compile it: what compiling leaves in memory, 30 MiB, goes with the child.
+
+    A child that cannot do it leaves it to this process.
+    """
+    kept = Path(_run.stats.cache_path or "")
+    newest = max((file.stat().st_mtime for file in kept.glob("ring._run-*.nbi")), default=0.0)
+    if not kept.name or newest >= Path(__file__).stat().st_mtime:
+        return
+    command = [sys.executable, "-c", f"import {__name__} as ring; ring.compile_loop()"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(
+            command,
+            env=environment,
+            timeout=_COMPILE_DEADLINE_S,
+            capture_output=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+
+
 class RingUnavailableError(Exception):
     """io_uring cannot be used here; the text says why."""
 
@@ -787,6 +825,7 @@ class RingIO(IOEngine):
         why = why_not_here()
         if why:
             raise RingUnavailableError(why)
+        _compile_beside()
         self.chosen_because = because
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -866,7 +905,7 @@ class RingIO(IOEngine):
                 np.zeros((SLOTS, 2), np.int64), ring.sqes, ring.cqes,
             )  # fmt: skip
             # Compiled, or taken from the cache, before anybody waits for it.
-            _run.compile(tuple(_typeof(argument) for argument in arguments))
+            compile_loop()
         except RingUnavailableError as exception:
             failure.append(exception)
         except Exception as exception:  # noqa: BLE001 - told to the caller, who falls back
@@ -1174,9 +1213,3 @@ class RingIO(IOEngine):
             os.close(self._wake_fd)
             os.close(self._done_fd)
         return quiet
-
-
-def _typeof(value: Any) -> Any:
-    from numba import typeof
-
-    return typeof(value)

@@ -46,6 +46,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.policy.base import EvictionPolicy, RecordInfo
 from kvtier.record.envelope import HEAD_BYTES_MAX, Identity
@@ -64,6 +66,7 @@ from kvtier.tier.disk.base import (
 from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
 from kvtier.tier.disk.endurance import EnduranceMeter, WriteBudget
 from kvtier.tier.disk.engines import make_io
+from kvtier.tier.disk.index import PartIndex, slots_taken_twice
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
 from kvtier.tier.disk.rebuild import scan_segments, signed_hash
 from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for, sync_directory
@@ -74,6 +77,7 @@ FORMAT_NAME = "format.json"
 LOCK_NAME = "lock"
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
+_RETRY_PAUSE_S = 0.05
 _NOTES_MAX = 64
 _GROUP = 64
 _REFRESH_PERIOD_S = 0.2
@@ -156,6 +160,7 @@ class _Write:
 @dataclass(slots=True, eq=False)
 class _Read:
     part: PartRead
+    address: int
     batch: _Batch
     entry: _Entry
     bounce: memoryview | None = None
@@ -264,7 +269,8 @@ class SegmentStore(PartStore):
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._index: dict[Key, _Entry] = {}
+        self._index: PartIndex[_Entry] = PartIndex()
+        self._newest_id = 0
         self._writing: dict[Key, _Write] = {}
         self._waiting: deque[_Write] = deque()
         self._unsynced: list[_Write] = []
@@ -418,71 +424,74 @@ class SegmentStore(PartStore):
             ) from exception
 
     def _load(self) -> None:
-        """Fill the index from the catalog. A million rows take seconds, so the loop does what it must and no more."""
-        by_number = self._segments.by_number
-        taken = {number: bytearray(segment.slots) for number, segment in by_number.items()}
+        """Fill the index from the catalog, column by column: a million rows one by one take seconds."""
         # A million new objects would have the collector look through all of them again and again, for nothing.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            lost = self._load_rows(by_number, taken)
+            gone = self._load_columns()
         finally:
             if collecting:
                 gc.enable()
-        if lost:
-            self.notes.append(
-                f"{len(lost)} parts of the catalog lie in segments that are missing or cut short: forgotten"
-            )
-        if self._read_only:
-            return
-        over: list[_Entry] = []
-        for entry in self._index.values():
-            if self._reserved_bytes <= self._capacity_bytes:
-                break
-            over.append(entry)
-            self._reserved_bytes -= entry.segment.slot_bytes
-            self._stored_bytes -= entry.stored_bytes
-            taken[entry.segment.number][entry.slot] = 0
-        for entry in over:
-            del self._index[entry.key]
-        if over:
-            self.notes.append(
-                f"the capacity shrank to {self._capacity_bytes} bytes: {len(over)} parts, longest unused first, were dropped"
-            )
-        gone = lost + [entry.id for entry in over]
-        if gone:
+        if gone and not self._read_only:
             self._catalog.commit(added=(), removed=gone)
-        self._segments.settle(taken)
         for entry in self._index.values() if self._policy is not None else ():
             self._tell_policy(entry)
 
-    def _load_rows(self, by_number: dict[int, Segment], taken: dict[int, bytearray]) -> list[int]:
-        """Rows into the index, their slots marked in `taken`. Returns the ids of rows whose place is not there."""
-        index = self._index
-        lost: list[int] = []
-        reserved = stored = last_id = last_used = 0
-        for row_id, key, number, slot, stored_bytes, head_hash, depth, value, used in self._catalog.raw_rows():
-            segment = by_number.get(number)
-            if row_id > last_id:
-                last_id = row_id
-            last_used = used
-            if segment is None or not 0 <= slot < segment.slots or stored_bytes > segment.slot_bytes:
-                lost.append(row_id)
-                continue
-            marks = taken[number]
-            if marks[slot]:
-                raise CatalogCorruptError(f"{self._catalog.path}: two rows claim slot {slot} of segment {number}")
-            marks[slot] = 1
-            index[key] = _Entry(row_id, key, segment, slot, stored_bytes, head_hash, depth, value, used)
-            reserved += segment.slot_bytes
-            stored += stored_bytes
-        if len(index) != sum(marks.count(1) for marks in taken.values()):
+    def _load_columns(self) -> list[int]:
+        """Rows into the index, slots into their states. Returns the ids of rows that are to go."""
+        by_number = dict(self._segments.by_number)
+        columns = self._catalog.columns()
+        self._next_id = self._newest_id = int(columns.ids.max(initial=0))
+        self._next_id += 1
+        self._used = int(columns.used.max(initial=0)) + 1
+        places = columns.places
+        # Slots and slot bytes of each row's segment, 0 where it is missing.
+        numbers, which = np.unique(places["segment"], return_inverse=True)
+        known = [by_number.get(number) for number in numbers.tolist()]
+        slots = np.array([segment.slots if segment else 0 for segment in known], np.int64)[which]
+        sizes = np.array([segment.slot_bytes if segment else 0 for segment in known], np.int64)[which]
+        there = (places["slot"] < slots) & (places["stored_bytes"] <= sizes.astype(np.uint64))
+        gone: list[int] = []
+        if not there.all():
+            gone = columns.ids[~there].tolist()
+            self.notes.append(
+                f"{len(gone)} parts of the catalog lie in segments that are missing or cut short: forgotten"
+            )
+            columns, sizes = columns.take(there), sizes[there]
+        twice = slots_taken_twice(columns)
+        if twice is not None:
+            raise CatalogCorruptError(f"{self._catalog.path}: two rows claim slot {twice[1]} of segment {twice[0]}")
+        over = 0
+        if not self._read_only:
+            # Longest unused first, until the rest fits.
+            rest = int(sizes.sum()) - self._capacity_bytes
+            over = int(np.searchsorted(np.cumsum(sizes), rest)) + 1 if rest > 0 else 0
+        if over:
+            gone += columns.ids[:over].tolist()
+            self.notes.append(
+                f"the capacity shrank to {self._capacity_bytes} bytes: {over} parts, longest unused first, were dropped"
+            )
+            columns, sizes = columns.take(np.arange(over, len(columns.ids))), sizes[over:]
+        self._reserved_bytes = int(sizes.sum())
+        self._stored_bytes = int(columns.places["stored_bytes"].sum())
+        count = len(columns.keys)
+
+        def make(row_id: int, key: Key, place: tuple[int, int, int, int, int, float], used: int) -> _Entry:
+            number, slot, stored_bytes, head_hash, depth_tokens, value = place
+            return _Entry(row_id, key, by_number[number], slot, stored_bytes, head_hash, depth_tokens, value, used)
+
+        places = columns.places
+        self._index.fill(columns, make)
+        if len(self._index) != count:
             raise CatalogCorruptError(f"{self._catalog.path}: two rows have one key")
-        self._next_id = last_id + 1
-        self._used = last_used + 1
-        self._reserved_bytes = reserved
-        self._stored_bytes = stored
-        return lost
+        if not self._read_only:
+            taken = {}
+            for number, segment in by_number.items():
+                marks = taken[number] = bytearray(segment.slots)
+                np.frombuffer(marks, np.uint8)[places["slot"][places["segment"] == number]] = 1
+            self._segments.settle(taken)
+        return gone
 
     def _let_go(self) -> None:
         for name in ("_segments", "_catalog"):
@@ -508,9 +517,9 @@ class SegmentStore(PartStore):
                 self._segments.see(number, slot_bytes, path)
             if whole:
                 self._index.clear()
-            newest = max((entry.id for entry in self._index.values()), default=0)
             self._generation = self._catalog.generation()
-            for row in self._catalog.rows(0 if whole else newest):
+            for row in self._catalog.rows(0 if whole else self._newest_id):
+                self._newest_id = max(self._newest_id, row.id)
                 segment = self._segments.by_number.get(row.segment)
                 if segment is not None and row.slot < segment.slots:
                     self._index[row.key] = _entry(row, segment)
@@ -545,6 +554,14 @@ class SegmentStore(PartStore):
             entries = list(self._index.values())
         return [PartEntry(e.key, e.stored_bytes, e.depth_tokens, e.value_s_per_byte) for e in entries]
 
+    def keys_and_depths(self) -> tuple[list[Key], list[int]]:
+        if os.getpid() != self._pid:
+            return [], []
+        with self._lock:
+            if self._read_only and not self._closing:
+                self._refresh(whole=True)
+            return self._index.keys_and_depths(lambda entry: entry.depth_tokens)
+
     def __len__(self) -> int:
         return len(self._index)
 
@@ -574,13 +591,15 @@ class SegmentStore(PartStore):
         batch = _Batch(self, done, self._generation)
         if self._refused(parts, done):
             return batch
+        # What raises for a buffer that cannot be written raises here, before anything was taken.
+        hashes = [_head_hash(part.buffer) for part in parts]
         at_once: list[PartDone] = []
         # In groups, so that the disk works on the first while the others are looked up.
         for first in range(0, len(parts), _GROUP):
             start: list[_Write] = []
             with self._lock:
-                for part in parts[first : first + _GROUP]:
-                    ended = self._admit(part, batch, lane, start)
+                for part, head_hash in zip(parts[first : first + _GROUP], hashes[first : first + _GROUP], strict=True):
+                    ended = self._admit(part, head_hash, batch, lane, start)
                     if ended is not None:
                         at_once.append(ended)
                 if self._waiting:
@@ -601,14 +620,16 @@ class SegmentStore(PartStore):
             done([PartDone(part.key, PartFailure.CLOSED, detail) for part in parts])
         return True
 
-    def _admit(self, part: PartWrite, batch: _Batch, lane: Lane, start: list[_Write]) -> PartDone | None:
+    def _admit(
+        self, part: PartWrite, head_hash: int, batch: _Batch, lane: Lane, start: list[_Write]
+    ) -> PartDone | None:
         """Under the lock: what becomes of one part. None where it is on its way."""
         size = part.buffer.nbytes
         if self._read_only:
             return PartDone(part.key, PartFailure.IO, "the store was joined read-only")
         published = self._index.get(part.key)
         if published is not None:
-            if published.stored_bytes == size and published.head_hash == _head_hash(part.buffer):
+            if published.stored_bytes == size and published.head_hash == head_hash:
                 return PartDone(part.key)
             self._counts["keys_differed"] += 1
             return PartDone(
@@ -618,7 +639,7 @@ class SegmentStore(PartStore):
             )
         under_way = self._writing.get(part.key)
         if under_way is not None:
-            if under_way.part.buffer.nbytes == size and under_way.head_hash == _head_hash(part.buffer):
+            if under_way.part.buffer.nbytes == size and under_way.head_hash == head_hash:
                 under_way.owners.append(batch)
                 return None
             return PartDone(
@@ -645,7 +666,7 @@ class SegmentStore(PartStore):
             )
         self._reserved_bytes += slot_bytes
         write = _Write(part, slot_bytes, lane, [batch], self._generation)
-        write.head_hash = _head_hash(part.buffer)
+        write.head_hash = head_hash
         self._writing[part.key] = write
         self._writes_open += 1
         batch.writes.append(write)
@@ -675,7 +696,9 @@ class SegmentStore(PartStore):
         if lacking > 0:
             return False
         for key in victims:
-            self._unpublish(self._index.pop(key), evicted=True)
+            entry = self._index.pop(key)
+            assert entry is not None, "a candidate is in the index"
+            self._unpublish(entry, evicted=True)
         self._counts["parts_evicted"] += len(victims)
         self._wake.notify()
         return True
@@ -692,25 +715,46 @@ class SegmentStore(PartStore):
         batch = _Batch(self, done, self._generation)
         if self._refused(parts, done):
             return batch
+        # What raises for a buffer that cannot be filled raises here, before anything was taken.
+        addresses = [_writable_address(part) for part in parts]
         at_once: list[PartDone] = []
         for first in range(0, len(parts), _GROUP):
-            reads = self._find(parts[first : first + _GROUP], batch, at_once)
-            jobs = [self._read_job(read, lane, deadline_s) for read in reads]
-            batch.jobs += jobs
-            if jobs:
-                self._io.submit(jobs, self._on_read)
+            reads = self._find(parts[first : first + _GROUP], addresses[first : first + _GROUP], batch, at_once)
+            self._start_reads(reads, lane, deadline_s, at_once)
         self._say_soon(batch, at_once)
         return batch
 
-    def _find(self, parts: Sequence[PartRead], batch: _Batch, at_once: list[PartDone]) -> list[_Read]:
+    def _start_reads(self, reads: list[_Read], lane: Lane, deadline_s: float | None, at_once: list[PartDone]) -> None:
+        """Have the engine read them; where that cannot be started they end like reads that failed, since others may be under way."""
+        jobs: list[Job] = []
+        try:
+            for read in reads:
+                jobs.append(self._read_job(read, lane, deadline_s))  # noqa: PERF401 - one may raise
+            if jobs:
+                self._io.submit(jobs, self._on_read)
+        except Exception as exception:  # noqa: BLE001 - told in each part's own end
+            with self._lock:
+                for read in reads:
+                    read.entry.readers -= 1
+                    if read.entry.readers == 0 and read.entry.removal_committed:
+                        self._free(read.entry)
+                self._counts["reads_failed"] += len(reads)
+            at_once += [PartDone(read.part.key, PartFailure.IO, f"not started: {exception!r}") for read in reads]
+            return
+        if reads:
+            reads[0].batch.jobs += jobs
+
+    def _find(
+        self, parts: Sequence[PartRead], addresses: Sequence[int], batch: _Batch, at_once: list[PartDone]
+    ) -> list[_Read]:
         """Where the parts lie, each held against reuse of its slot; what needs no read is added to `at_once`."""
         reads: list[_Read] = []
         with self._lock:
             index = self._index
             if self._read_only and any(part.key not in index for part in parts):
                 self._refresh(whole=False)
-            for part in parts:
-                entry = index.pop(part.key, None)
+            for part, address in zip(parts, addresses, strict=True):
+                entry = index.pop(part.key)
                 if entry is None:
                     at_once.append(PartDone(part.key, PartFailure.MISSING))
                     continue
@@ -728,13 +772,13 @@ class SegmentStore(PartStore):
                     self._touched[entry.id] = entry
                     if self._policy is not None:
                         self._policy.access(entry.key, time.monotonic())
-                reads.append(_Read(part, batch, entry))
+                reads.append(_Read(part, address, batch, entry))
         return reads
 
     def _read_job(self, read: _Read, lane: Lane, deadline_s: float | None) -> Job:
         buffer = read.part.buffer
         entry = read.entry
-        address = address_of(buffer)
+        address = read.address
         if self.direct_io and (address % PAGE_BYTES or buffer.nbytes % PAGE_BYTES):
             buffer = read.bounce = aligned_buffer(slot_bytes_for(buffer.nbytes))
             address = address_of(buffer)
@@ -746,7 +790,7 @@ class SegmentStore(PartStore):
             return
         with self._lock:
             for key in keys:
-                entry = self._index.pop(key, None)
+                entry = self._index.pop(key)
                 if entry is not None:
                     self._unpublish(entry)
                 write = self._writing.pop(key, None)
@@ -798,32 +842,31 @@ class SegmentStore(PartStore):
             raise StoreUnavailableError(f"{self.directory} was joined read-only: its owner resets it")
         until = time.monotonic() + _RESET_WAIT_S
         with self._lock:
-            if generation == self._durable_generation:
-                return
             if generation < self._generation:
                 raise ValueError(
                     f"generation {generation} is older than {self._generation}, which is in force: generations only grow"
                 )
-            self._generation = generation
-            for entry in self._index.values():
-                self._unpublish(entry)
-            self._index.clear()
-            for write in list(self._writing.values()):
-                self._drop(write, PartFailure.CANCELLED, "the store was reset")
-            self._writing.clear()
-            self._reset_to = generation
+            if generation > self._generation:
+                self._generation = generation
+                for entry in self._index.values():
+                    self._unpublish(entry)
+                self._index.clear()
+                for write in list(self._writing.values()):
+                    self._drop(write, PartFailure.CANCELLED, "the store was reset")
+                self._writing.clear()
+                self._reset_to = generation
             self._reset_error = ""
             self._wake.notify()
-            while self._reset_pending() and time.monotonic() < until and not self._stop:
+            while not (self._durable(generation) or self._reset_error or self._stop) and time.monotonic() < until:
                 self._idle.wait(max(0.0, until - time.monotonic()))
-            if self._reset_pending() or self._reset_error:
+            if not self._durable(generation):
                 why = self._reset_error or f"the disk did not answer within {_RESET_WAIT_S} s"
                 raise StoreUnavailableError(
-                    f"generation {generation} of {self.directory} is in force but not durable: {why}"
+                    f"generation {generation} of {self.directory} is in force but not durable, which is being tried again: {why}"
                 )
 
-    def _reset_pending(self) -> bool:
-        return self._reset_to is not None
+    def _durable(self, generation: int) -> bool:
+        return self._durable_generation >= generation
 
     def flush(self, deadline_s: float) -> bool:
         if os.getpid() != self._pid or self._read_only:
@@ -937,11 +980,11 @@ class SegmentStore(PartStore):
             for entry in bad:
                 if self._read_only:
                     if self._index.get(entry.key) is entry:
-                        del self._index[entry.key]
+                        self._index.pop(entry.key)
                     continue
                 self._counts["parts_corrupt"] += 1
                 if not entry.removed and self._index.get(entry.key) is entry:
-                    del self._index[entry.key]
+                    self._index.pop(entry.key)
                     self._unpublish(entry)
                     self._wake.notify()
         self._say_all(outcome)
@@ -978,20 +1021,32 @@ class SegmentStore(PartStore):
             self._say(batch, results)
 
     def _start_writes(self, writes: list[_Write]) -> None:
-        jobs = []
-        for write in writes:
-            assert write.segment is not None
-            buffer = write.part.buffer
-            address = address_of(buffer)
-            if self.direct_io and (address % PAGE_BYTES or buffer.nbytes % PAGE_BYTES):
-                bounce = aligned_buffer(write.slot_bytes)
-                bounce[: buffer.nbytes] = buffer.cast("B")
-                buffer, address = bounce, address_of(bounce)
-            step = Step(Op.WRITE, write.segment.fd, write.slot * write.slot_bytes, buffer, address)
-            write.job = Job((step,), write.lane, None, write)
-            jobs.append(write.job)
-        if jobs:
-            self._io.submit(jobs, self._on_write)
+        """Have the engine write them; where that cannot be started they end as failed, by the keeper."""
+        jobs: list[Job] = []
+        try:
+            for write in writes:
+                write.job = self._write_job(write)
+                jobs.append(write.job)
+            if jobs:
+                self._io.submit(jobs, self._on_write)
+        except Exception as exception:  # noqa: BLE001 - told in each part's own end
+            with self._lock:
+                for write in writes:
+                    if write.failure is None:
+                        write.failure, write.detail = PartFailure.IO, f"not started: {exception!r}"
+                self._written += writes
+                self._wake.notify()
+
+    def _write_job(self, write: _Write) -> Job:
+        assert write.segment is not None
+        buffer = write.part.buffer
+        address = address_of(buffer)
+        if self.direct_io and (address % PAGE_BYTES or buffer.nbytes % PAGE_BYTES):
+            bounce = aligned_buffer(write.slot_bytes)
+            bounce[: buffer.nbytes] = buffer.cast("B")
+            buffer, address = bounce, address_of(bounce)
+        step = Step(Op.WRITE, write.segment.fd, write.slot * write.slot_bytes, buffer, address)
+        return Job((step,), write.lane, None, write)
 
     def _writes_ended(self, jobs: list[Job]) -> None:
         moved = sum(job.moved_bytes for job in jobs)
@@ -1069,7 +1124,7 @@ class SegmentStore(PartStore):
                     self._idle.notify_all()
                     if not self._wake.wait(max(0.0, touch_at_s - time.monotonic())):
                         break
-                if self._stop and not (self._has_work() or self._waiting):
+                if self._stop and (self._reset_error or not (self._has_work() or self._waiting)):
                     break
                 self._busy = True
             if self._commit_pause_s:
@@ -1082,6 +1137,10 @@ class SegmentStore(PartStore):
             except Exception as exception:  # noqa: BLE001 - the keeper outlives every fault of the disk
                 self._note(f"the keeper met {type(exception).__name__}: {exception}")
                 time.sleep(0.05)
+        with self._lock:
+            rest, self._written = self._written, []
+        if rest:
+            self._settle_turn(rest, [], [], [], "the store was closed before its reset was durable")
         with contextlib.suppress(Exception):
             self._write_down_uses()
             self._write_down_budget()
@@ -1106,14 +1165,14 @@ class SegmentStore(PartStore):
 
     def _turn(self, *, touch: bool) -> None:
         with self._lock:
+            reset_to = self._reset_to
+        if reset_to is not None and not self._make_reset_durable(reset_to):
+            # Nothing is published before: the catalog on disk is still that of the old generation.
+            self._pause()
+            return
+        with self._lock:
             written, self._written = self._written, []
             removed, self._removed = self._removed, []
-            reset_to = self._reset_to
-        if reset_to is not None and self._make_reset_durable(reset_to):
-            with self._lock:
-                for entry in removed:
-                    self._removal_committed(entry)
-            removed = []
         if written or removed:
             self._commit(written, removed)
         if touch:
@@ -1126,20 +1185,28 @@ class SegmentStore(PartStore):
             self._orders.popleft()()
 
     def _make_reset_durable(self, generation: int) -> bool:
+        """Whether `generation` is on stable storage now, and no row of an older one: then removals made before are committed too."""
+        with self._lock:
+            before = list(self._removed)
         error = ""
         try:
-            self._format["generation"] = generation + 1
-            _write_format(self.directory, self._format)
+            _write_format(self.directory, self._format | {"generation": generation + 1})
             self._catalog.reset(generation, self._durability)
         except Exception as exception:  # noqa: BLE001 - told to the one who asked for the reset
             error = f"{type(exception).__name__}: {exception}"
         with self._lock:
             self._reset_error = error
             if not error:
+                self._format["generation"] = generation + 1
                 self._durable_generation = generation
-            if self._reset_to == generation:
-                self._reset_to = None
+                del self._removed[: len(before)]
+                for entry in before:
+                    self._removal_committed(entry)
+                if self._reset_to == generation:
+                    self._reset_to = None
             self._idle.notify_all()
+        if error:
+            self._note(f"generation {generation} could not be made durable: {error}")
         return not error
 
     def _commit(self, written: list[_Write], removed: list[_Entry]) -> None:
@@ -1203,7 +1270,7 @@ class SegmentStore(PartStore):
             self._writes_open -= len(written)
         if error:
             self._note(error)
-            time.sleep(0.05)
+            self._pause()
 
     def _publish(self, write: _Write, entry: _Entry) -> None:
         """Under the lock: the write's row is committed."""
@@ -1291,6 +1358,10 @@ class SegmentStore(PartStore):
         self._counts["writes_failed"] += 1
         outcome += [(owner, PartDone(write.part.key, write.failure, write.detail)) for owner in write.owners]
 
+    def _pause(self) -> None:
+        """Before something that failed is tried again."""
+        time.sleep(_RETRY_PAUSE_S)
+
     def _note(self, text: str) -> None:
         """Say it once, and bounded: a fault that stays would else fill the memory."""
         if text not in self.notes[-_NOTES_MAX:]:
@@ -1342,6 +1413,12 @@ def _head_hash(buffer: memoryview) -> int:
     """xxh3-64 of the last 512 bytes, as a signed number: enough to tell one sealed part from any other."""
     view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
     return signed_hash(view[-HEAD_BYTES_MAX:])
+
+
+def _writable_address(part: PartRead) -> int:
+    if part.buffer.readonly:
+        raise ValueError(f"the buffer for part {part.key.hex()} is read-only: give memory that can be written")
+    return address_of(part.buffer)
 
 
 def _check_root(path: Path, *, read_only: bool) -> None:

@@ -184,22 +184,25 @@ class Segments:
         self.adopt(number, slot_bytes, path)
 
     def settle(self, taken: dict[int, bytearray]) -> None:
-        """Sort every slot into its state, given a byte for each, not 0 where it is taken, by segment number. Files without a taken one are removed."""
+        """Sort every slot into its state, given a byte for each, 1 where it is taken, else 0, by segment number. Files without a taken one are removed."""
+        for segment in self.by_number.values():
+            segment.taken = taken[segment.number].count(1)
+        # What is taken stays whatever happens: the rest of the capacity is what free slots may keep.
+        spare_bytes = self.capacity_bytes - sum(s.taken * s.slot_bytes for s in self.by_number.values())
         for segment in list(self.by_number.values()):
-            marks = np.frombuffer(taken[segment.number], np.uint8)
-            segment.taken = int(np.count_nonzero(marks))
             if not segment.taken:
                 self._remove(segment)
                 continue
-            free: list[int] = np.flatnonzero(marks == 0).tolist()
+            free: list[int] = np.flatnonzero(np.frombuffer(taken[segment.number], np.uint8) == 0).tolist()
             whole = os.fstat(segment.fd).st_blocks * 512 >= segment.slots * segment.slot_bytes
-            if free and not (whole and self.disk_bytes + segment.slots * segment.slot_bytes <= self.capacity_bytes):
+            if free and not (whole and len(free) * segment.slot_bytes <= spare_bytes):
                 # Some are holes and nothing says which: make all of them holes.
                 segment.ready = self._make_bare(segment, free)
                 refused = set(segment.ready)
                 segment.bare = [slot for slot in free if slot < segment.slots and slot not in refused]
             else:
                 segment.ready = free
+            spare_bytes -= len(segment.ready) * segment.slot_bytes
             heapify(segment.ready)
             heapify(segment.bare)
             self.disk_bytes += segment.disk_bytes
