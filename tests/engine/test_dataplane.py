@@ -141,7 +141,7 @@ class Rig:
     def write(self, parts: list[PartPlace]) -> WriteDone:
         self.next_job += 1
         move = self.next_job
-        self.plane.act([WriteParts(move, parts, [16] * len(parts))])
+        self.plane.act([WriteParts(move, parts, [16] * len(parts), [0.25] * len(parts))])
         done: list[WriteDone] = []
 
         def ended() -> bool:
@@ -186,6 +186,11 @@ def test_parts_come_back_from_dram_and_disk_in_one_load(rig: Rig) -> None:
     again = rig.load([rig.place(n, n + 4) for n in range(4, 8)], [50, 51, 52, 53])
     assert rig.results[again].ok
     assert (rig.cache[:, 50:54] == rig.cache[:, 4:8]).all()
+
+
+def test_what_a_part_is_worth_goes_to_disk_with_it(rig: Rig) -> None:
+    rig.fill(2)
+    assert {(entry.depth_tokens, entry.value_s_per_byte) for entry in rig.disk.entries()} == {(16, 0.25)}
 
 
 def test_reads_without_a_slot_pass_through_little_staging(rig: Rig) -> None:

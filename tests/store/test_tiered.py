@@ -83,6 +83,16 @@ def test_a_part_is_pending_until_stored_then_in_dram_then_on_disk_too() -> None:
     store.check()
 
 
+def test_a_write_says_what_each_part_saves_for_a_byte() -> None:
+    store = TieredStore(LIMITS)
+    wanted = [Part(key(0), 0, 16, None, 0.5), Part(key(1), 0, 32)]
+    assert store.begin_store(wanted, 0.0) is not None
+    store.end_store(keys(0, 1), 0.0)
+    (write,) = store.take_actions()
+    assert isinstance(write, WriteParts)
+    assert (write.depths_tokens, write.values_s_per_byte) == ([16, 32], [0.5 / SLOT, 0.0])
+
+
 def test_a_hit_is_a_contiguous_prefix() -> None:
     store = TieredStore(LIMITS)
     store_parts(store, 0, 1, 3)

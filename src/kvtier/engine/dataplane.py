@@ -589,8 +589,8 @@ class DataPlane:
             return
         done = self._when_all_end(len(action.parts), lambda failed: self._report(WriteDone(action.move_id, failed)))
         writes = [
-            PartWrite(part.key, self._slot(part), depth_tokens=depth)
-            for part, depth in zip(action.parts, action.depths_tokens, strict=True)
+            PartWrite(part.key, self._slot(part), value, depth)
+            for part, depth, value in zip(action.parts, action.depths_tokens, action.values_s_per_byte, strict=True)
         ]
         self._disk.submit_write(writes, done)
 

@@ -31,11 +31,15 @@ class PartPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteParts(msgspec.Struct, frozen=True, tag=True):
-    """Write these slots to disk and answer with one WriteDone."""
+    """Write these slots to disk and answer with one WriteDone.
+
+    `values_s_per_byte` are the seconds of recompute that each part saves for a byte stored, 0 where unknown.
+    """
 
     move_id: int
     parts: list[PartPlace]
     depths_tokens: list[int]
+    values_s_per_byte: list[float]
 
 
 class ReadParts(msgspec.Struct, frozen=True, tag=True):

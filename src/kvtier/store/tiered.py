@@ -970,7 +970,8 @@ class TieredStore:
         slots = [slot for _, slot in writes]
         deadline_s = now_s + self.limits.write_deadline_s
         self._writes[move_id] = _Write(parts, slots, deadline_s, self.limits.rank_count, self.generation)
-        self._actions.append(WriteParts(move_id, parts, [slot.info.depth_tokens for slot in slots]))
+        values = [slot.info.cost_s / slot.info.size_bytes for slot in slots]
+        self._actions.append(WriteParts(move_id, parts, [slot.info.depth_tokens for slot in slots], values))
 
     def _apply_write(self, outcome: WriteDone, now_s: float) -> None:
         write = self._writes.get(outcome.move_id)
