@@ -14,7 +14,6 @@ from kvtier.tier.disk.catalog import (
     Catalog,
     CatalogCorruptError,
     CatalogRow,
-    _in_powers_of_two,
     set_aside,
 )
 
@@ -67,11 +66,22 @@ def test_a_commit_is_all_or_nothing(tmp_path: Path) -> None:
     catalog.close()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 255, 256, 257, 1000])
-def test_statements_have_few_sizes(count: int) -> None:
-    groups = list(_in_powers_of_two(range(count)))
-    assert [item for group in groups for item in group] == list(range(count))
-    assert {len(group) for group in groups} <= {1 << power for power in range(9)}
+@pytest.mark.parametrize("count", [0, 1, 2048, 2049, 5000])
+def test_commits_of_any_size_are_few_statements_and_one_transaction(tmp_path: Path, count: int) -> None:
+    catalog = Catalog(tmp_path, "none")
+    statements: list[str] = []
+    catalog._database.set_trace_callback(statements.append)
+    rows = [row(number + 1) for number in range(count)]
+    catalog.commit(added=rows, removed=())
+    assert len(statements) <= 2 + -(-count // 2048)
+    assert list(catalog.rows()) == rows
+    catalog.commit(added=(), removed=[one.id for one in rows])
+    assert list(catalog.rows()) == []
+    catalog._database.set_trace_callback(None)
+    with pytest.raises(sqlite3.IntegrityError):
+        catalog.commit(added=[*rows, row(7), row(7)], removed=())
+    assert list(catalog.rows()) == [], "all of a commit or nothing"
+    catalog.close()
 
 
 def test_a_reset_is_durable_and_complete(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ CATALOG_VERSION = 2
 APPLICATION_ID = 0x4B565431  # "KVT1"
 CATALOG_NAME = "catalog.sqlite"
 _Item = TypeVar("_Item")
+_ROWS_MAX = 2048
 # How a row says where its part lies: one packed field, since each column of a million rows costs a tenth of a second to read.
 _place = struct.Struct("<IIQqQd")
 PLACE = np.dtype(
@@ -90,16 +91,25 @@ class CatalogColumns:
         return CatalogColumns(self.ids[rows], keys[rows].tolist(), self.places[rows], self.used[rows])
 
 
-def _in_powers_of_two(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-    """Cut `items` into groups of 256, 128, … 1, so that few statements do the work and each of the nine is prepared once.
+def _in_few(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """Cut `items` into groups that one statement takes each.
 
-    Every statement lets go of the GIL: beside a busy Python thread a statement a row would cost milliseconds a row.
+    Every statement lets go of the GIL, and beside a busy Python thread it takes milliseconds to have it back: few large statements, even though most have to be prepared
+    anew, are several times faster then than a row, or a power of two of rows, each.
     """
-    start = 0
-    while start < len(items):
-        size = min(256, 1 << (len(items) - start).bit_length() - 1)
-        yield items[start : start + size]
-        start += size
+    for start in range(0, len(items), _ROWS_MAX):
+        yield items[start : start + _ROWS_MAX]
+
+
+def _statements(removed: Sequence[int], added: Sequence[CatalogRow]) -> Iterator[tuple[str, Sequence[Any]]]:
+    for group in _in_few(removed):
+        yield f"DELETE FROM parts WHERE id IN ({','.join('?' * len(group))})", group
+    for rows in _in_few(added):
+        values = ",".join(["(?,?,?,?)"] * len(rows))
+        yield (
+            f"INSERT INTO parts VALUES {values}",
+            [cell for row in rows for cell in (row.id, row.key, _place.pack(*row[2:8]), row.used)],
+        )
 
 
 class CatalogCorruptError(Exception):
@@ -109,7 +119,7 @@ class CatalogCorruptError(Exception):
 def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
     return sqlite3.connect(
-        uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0, cached_statements=64
+        uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0, cached_statements=16
     )
 
 
@@ -233,15 +243,17 @@ class Catalog:
         database = self._database
         if forced:
             database.execute("PRAGMA synchronous=FULL")
+        touched = list(used)
+        statements = _statements(removed, added)
+        if not touched and not (removed and added) and len(removed) + len(added) <= _ROWS_MAX:
+            # One statement is a transaction by itself.
+            for statement in statements:
+                database.execute(*statement)
+            return
         database.execute("BEGIN IMMEDIATE")
         try:
-            for group in _in_powers_of_two(removed):
-                database.execute(f"DELETE FROM parts WHERE id IN ({','.join('?' * len(group))})", group)
-            for rows in _in_powers_of_two(added):
-                values = ",".join(["(?,?,?,?)"] * len(rows))
-                cells = [cell for row in rows for cell in (row.id, row.key, _place.pack(*row[2:8]), row.used)]
-                database.execute(f"INSERT INTO parts VALUES {values}", cells)
-            touched = list(used)
+            for statement in statements:
+                database.execute(*statement)
             if touched:
                 database.executemany("UPDATE parts SET used=? WHERE id=?", touched)
             database.execute("COMMIT")
