@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 def may_compile(config: Config, arena_bytes: int) -> bool:
     """Whether a rank with such an arena may have a compiler in memory: where the ring needs one anyway, or the arena is large."""
-    asked_for = config.disk_path is not None and config.disk_io == "ring"
-    return asked_for or arena_bytes >= COMPILER_ARENA_BYTES_MIN
+    has_disk = config.disk_path is not None or config.shared_storage_path is not None
+    return (has_disk and config.disk_io == "ring") or arena_bytes >= COMPILER_ARENA_BYTES_MIN
 
 
 def open_disk(
@@ -87,6 +87,7 @@ def open_shared(
     config: Config,
     layout: SharedLayout,
     namespace: Namespace,
+    arena: Arena,
     *,
     rank: int,
     group_of: Callable[[Key], int],
@@ -100,7 +101,12 @@ def open_shared(
 
     Raises ConfigError, StoreUnavailableError: nothing is left open then.
     """
-    io = make_io(config.disk_io, iodepth=config.io_depth, open_lookahead=config.open_lookahead or None)
+    io = make_io(
+        config.disk_io,
+        iodepth=config.io_depth,
+        open_lookahead=config.open_lookahead or None,
+        arena_bytes=arena.capacity_bytes,
+    )
     store: SharedStore
 
     def identity(key: Key) -> Identity:

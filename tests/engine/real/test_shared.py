@@ -24,6 +24,7 @@ def shared_settings(root: Path, **more: Any) -> dict[str, Any]:
     return {
         "shared_storage_path": str(root),
         "staging_mem": STAGING_GIB,
+        "disk_io": "ring",
         "disk_free_bytes_min": 0,
         "shared_absent_s": 0.0,
         **more,

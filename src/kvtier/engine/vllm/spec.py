@@ -170,6 +170,7 @@ class KVTierSpec(OffloadingSpec):
                 self.settings,
                 claim(self._shared_layout(self.settings.shared_storage_path), namespace),
                 namespace,
+                arena,
                 rank=parallel.rank,
                 group_of=lambda key: places[get_offload_group_idx(OffloadKey(key))],
                 payload_bytes=payload_bytes,
