@@ -51,37 +51,28 @@ def _parse_int(value: object) -> int:
     return int(str(value))
 
 
-def _parse_seconds(value: object) -> float:
-    if isinstance(value, bool):
-        raise ValueError("write a number of seconds")
-    seconds = float(str(value))
-    # NaN is refused here too. A wait without an end is not to be had, and Python's own raise beyond 2**63 nanoseconds.
-    if not -SECONDS_MAX <= seconds <= SECONDS_MAX:
-        raise ValueError(f"write a number of seconds, at most {SECONDS_MAX:,}")
-    return seconds
+def _number(what: str, least: float, most: float) -> Callable[[object], float]:
+    def parse(value: object) -> float:
+        if isinstance(value, bool):
+            raise ValueError(f"write {what}")
+        number = float(str(value))
+        # NaN is refused here too.
+        if not least <= number <= most:
+            raise ValueError(f"write {what}, at most {most:,}")
+        return number
+
+    return parse
 
 
-def _parse_factor(value: object) -> float:
-    if isinstance(value, bool):
-        raise ValueError("write a number")
-    factor = float(str(value))
-    if not abs(factor) <= SECONDS_MAX:
-        raise ValueError(f"write a number, at most {SECONDS_MAX:,}")
-    return factor
+# A wait without an end is not to be had, and Python's own raise beyond 2**63 nanoseconds.
+_parse_seconds = _number("a number of seconds", -SECONDS_MAX, SECONDS_MAX)
+_parse_factor = _number("a number", -SECONDS_MAX, SECONDS_MAX)
+_parse_gib = _number("a number of GiB, such as 4.0", 0, 1 << 20)
 
 
 def _parse_path(value: object) -> Path | None:
     text = str(value) if value is not None else ""
     return Path(text).expanduser() if text else None
-
-
-def _parse_gib(value: object) -> float:
-    if isinstance(value, bool):
-        raise ValueError("write a number of GiB, such as 4.0")
-    gib = float(str(value))
-    if not 0 <= gib <= 1 << 20:
-        raise ValueError("write a number of GiB, such as 4.0")
-    return gib
 
 
 def _one_of(*names: str) -> Callable[[object], str]:
