@@ -30,7 +30,7 @@ one batch, and the new records entered.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
@@ -192,18 +192,9 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Write:
-    parts: list[PartPlace]
-    slots: list[_Slot]
-    deadline_s: float
-    ranks_left: int
-    generation: int
-    expired: bool = False
-    failed: dict[Key, str] = field(default_factory=dict)
+class _Move:
+    """A write from slots to disk, or a read ahead from disk into slots, that every rank carries out."""
 
-
-@dataclass(slots=True)
-class _Read:
     parts: list[PartPlace]
     slots: list[_Slot]
     deadline_s: float
@@ -256,9 +247,9 @@ class TieredStore:
         self._disk_retry_at_s = 0.0
         self._disk_suspended = False
         self._writing: dict[Key, int] = {}
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, _Move] = {}
         self._reading: dict[Key, int] = {}
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, _Move] = {}
         self._preloads = Preloads(limits.preload_bytes_max)
         self._loads: dict[str, _Load] = {}
         self._held: dict[int, _Owed] = {}
@@ -398,7 +389,7 @@ class TieredStore:
             PartPlace(part.key, part.group, slot.offset, Source.DISK) for part, slot in zip(new, slots, strict=True)
         ]
         deadline_s = now_s + self.limits.write_deadline_s
-        self._reads[move_id] = _Read(places, slots, deadline_s, self.limits.rank_count, self.generation)
+        self._reads[move_id] = _Move(places, slots, deadline_s, self.limits.rank_count, self.generation)
         for part in new:
             self._reading[part.key] = move_id
             self._disk_leases[part.key] += 1
@@ -601,23 +592,25 @@ class TieredStore:
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass: what is late is not waited for any more; its slots stay its own until it ends."""
-        for write in self._writes.values():
-            if not write.expired and now_s >= write.deadline_s:
-                write.expired = True
-                self.counters["write_late"] += 1
-                self._notice(f"a disk write took longer than {self.limits.write_deadline_s} s")
-        for read in self._reads.values():
-            if not read.expired and now_s >= read.deadline_s:
-                read.expired = True
-                self._notice(f"a read ahead took longer than {self.limits.write_deadline_s} s")
+        long = f"{self.limits.write_deadline_s} s"
+        self.counters["write_late"] += self._expire(
+            self._writes.values(), now_s, f"a disk write took longer than {long}"
+        )
+        self._expire(self._reads.values(), now_s, f"a read ahead took longer than {long}")
         self._ingest(now_s)
-        for owed in (*self._fences.values(), *self._held.values()):
-            if not owed.expired and now_s >= owed.deadline_s:
-                owed.expired = True
-                self._notice(f"a read or a reset has not ended {self.limits.write_deadline_s} s after it was given up")
+        owed = (*self._fences.values(), *self._held.values())
+        self._expire(owed, now_s, f"a read or a reset has not ended {long} after it was given up")
         if now_s >= self._disk_retry_at_s:
             self._disk_limit_bytes = self.limits.disk_bytes
             self._disk_suspended = False
+
+    def _expire(self, awaited: Iterable[_Move | _Owed], now_s: float, notice: str) -> int:
+        """Mark what is past its deadline since the last call; how many those are."""
+        late = [one for one in awaited if not one.expired and now_s >= one.deadline_s]
+        for one in late:
+            one.expired = True
+            self._notice(notice)
+        return len(late)
 
     def resetting(self) -> bool:
         """Whether a rank has not answered a reset yet: until then a crash could bring back what it had on disk."""
@@ -625,7 +618,7 @@ class TieredStore:
 
     def has_pending(self) -> bool:
         """Whether an outcome is awaited that no request waits for: the engine then has to keep stepping."""
-        awaited: list[_Write | _Read | _Owed]
+        awaited: list[_Move | _Owed]
         awaited = [*self._writes.values(), *self._reads.values(), *self._fences.values(), *self._held.values()]
         return bool(self._actions) or any(not move.expired for move in awaited)
 
@@ -969,19 +962,24 @@ class TieredStore:
         parts = [PartPlace(key, slot.group, slot.offset) for key, slot in writes]
         slots = [slot for _, slot in writes]
         deadline_s = now_s + self.limits.write_deadline_s
-        self._writes[move_id] = _Write(parts, slots, deadline_s, self.limits.rank_count, self.generation)
+        self._writes[move_id] = _Move(parts, slots, deadline_s, self.limits.rank_count, self.generation)
         values = [slot.info.cost_s / slot.info.size_bytes for slot in slots]
         self._actions.append(WriteParts(move_id, parts, [slot.info.depth_tokens for slot in slots], values))
 
+    @staticmethod
+    def _ended_on_all(moves: dict[int, _Move], outcome: WriteDone | ReadDone) -> _Move | None:
+        """Take one rank's word; the move, which is no more under way, if it was the last rank's."""
+        move = moves.get(outcome.move_id)
+        if move is None:
+            return None
+        move.failed.update(outcome.failed)
+        move.ranks_left -= 1
+        return moves.pop(outcome.move_id) if move.ranks_left == 0 else None
+
     def _apply_write(self, outcome: WriteDone, now_s: float) -> None:
-        write = self._writes.get(outcome.move_id)
+        write = self._ended_on_all(self._writes, outcome)
         if write is None:
             return
-        write.failed.update(outcome.failed)
-        write.ranks_left -= 1
-        if write.ranks_left > 0:
-            return
-        del self._writes[outcome.move_id]
         for slot in write.slots:
             self._release(slot)
         if write.generation != self.generation:
@@ -1020,14 +1018,9 @@ class TieredStore:
         self._ingest(now_s)
 
     def _apply_read(self, outcome: ReadDone, now_s: float) -> None:
-        read = self._reads.get(outcome.move_id)
+        read = self._ended_on_all(self._reads, outcome)
         if read is None:
             return
-        read.failed.update(outcome.failed)
-        read.ranks_left -= 1
-        if read.ranks_left > 0:
-            return
-        del self._reads[outcome.move_id]
         for part, slot in zip(read.parts, read.slots, strict=True):
             if read.generation == self.generation:
                 del self._reading[part.key]

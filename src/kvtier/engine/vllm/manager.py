@@ -197,9 +197,9 @@ class KVTierManager(OffloadingManager):
         if self.shared is None:
             return len(keys)
         elsewhere = store.not_in_dram(keys)
-        answers = self.shared.lookup(elsewhere)
         if not elsewhere:
             return len(keys)
+        answers = self.shared.lookup(elsewhere)
         now_s = self._clock()
         # The keys of one lookup are of one group.
         group = self._group_of[get_offload_group_idx(keys[0])]
