@@ -216,6 +216,11 @@ class Config:
         2.0, _parse_seconds, "longest that a request waits to be staged", low=0
     )
 
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk tier, of its own or shared."""
+        return self.disk_path is not None or self.shared_storage_path is not None
+
     def rank_dram_bytes(self, rank_count: int) -> int:
         """Bytes of one rank's arena."""
         return int(self.staging_mem * 2**30) if self.staging_mem else self.dram_bytes // rank_count

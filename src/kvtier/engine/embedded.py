@@ -62,7 +62,7 @@ class Cache:
         space = Namespace({**namespace, "part_bytes": part_bytes})
         slot = slot_bytes(part_bytes)
         arena_bytes = config.rank_dram_bytes(1) // PAGE_BYTES * PAGE_BYTES
-        has_disk = disk is not None or config.disk_path is not None
+        has_disk = disk is not None or config.has_disk
         staging_bytes = staging_bytes_of(arena_bytes, [slot]) if has_disk else 0
         if arena_bytes < staging_bytes + 2 * slot:
             raise ConfigError(

@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 def may_compile(config: Config, arena_bytes: int) -> bool:
     """Whether a rank with such an arena may have a compiler in memory: where the ring needs one anyway, or the arena is large."""
-    has_disk = config.disk_path is not None or config.shared_storage_path is not None
-    return (has_disk and config.disk_io == "ring") or arena_bytes >= COMPILER_ARENA_BYTES_MIN
+    return (config.has_disk and config.disk_io == "ring") or arena_bytes >= COMPILER_ARENA_BYTES_MIN
 
 
 def open_disk(

@@ -332,11 +332,9 @@ class KVTierManager(OffloadingManager):
     def _parts(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[Part]:
         last = self._last_stored.setdefault(req_context.req_id, {})
         parts = []
-        for key in keys:
-            group = self._group_of[get_offload_group_idx(key)]
-            depth_tokens = req_context.get_offload_key_position(key) or 0
-            parts.append(Part(key, group, depth_tokens, last.get(group), self._cost_s(group, depth_tokens)))
-            last[group] = key
+        for part in self.parts(keys, req_context):
+            parts.append(part._replace(parent=last.get(part.group)))
+            last[part.group] = part.key
         return parts
 
     def _cost_s(self, group: int, depth_tokens: int) -> float:
@@ -393,7 +391,7 @@ class KVTierManager(OffloadingManager):
         finally:
             self._looking_ahead = False
 
-    def parts(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[Part]:
+    def parts(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> list[Part]:
         """What `preload` takes; with the request's context the store learns what each would cost to compute again."""
         parts = []
         for key in keys:

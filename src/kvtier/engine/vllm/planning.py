@@ -36,8 +36,8 @@ class RequestPlanner:
         self._manager = manager
         self._planner: LoadPlanner | None = None
         self.plans = config.load_planner == "on"
-        has_disk = config.disk_path is not None or config.shared_storage_path is not None
-        self._store_tokens_min = self._gate.store_tokens_min(has_disk=has_disk)
+        self._gates = bool(self._gate.ssd_tokens or self._gate.mem_tokens)
+        self._store_tokens_min = self._gate.store_tokens_min(has_disk=config.has_disk)
         self._step_open = False
         self._waiting: set[str] = set()
         self._prefilling: dict[str, Any] = {}
@@ -79,9 +79,9 @@ class RequestPlanner:
 
     def gate_declines(self, hit_tokens: int, keys: Sequence[OffloadKey]) -> bool:
         """Whether loading these parts of so many tokens is below the break-even of where they are."""
-        if not (self._gate.ssd_tokens or self._gate.mem_tokens):
-            return False
-        return self._gate.declines(hit_tokens, in_dram=not self._manager.resident_bytes(keys).away_bytes)
+        return self._gates and self._gate.declines(
+            hit_tokens, in_dram=not self._manager.resident_bytes(keys).away_bytes
+        )
 
     def answer(
         self, request: Any, computed_tokens: int, hit_tokens: int, keys: Callable[[], list[OffloadKey]]
@@ -89,7 +89,7 @@ class RequestPlanner:
         """What becomes of a request whose stored prefix has `hit_tokens` behind those that the engine has; `keys` are the parts of it."""
         planner = self._open_step() if self.plans else None
         decision = Decision.ADMIT
-        if hit_tokens and (planner is not None or self._gate.ssd_tokens or self._gate.mem_tokens):
+        if hit_tokens and (planner is not None or self._gates):
             decision = self._judge(planner, request, computed_tokens, hit_tokens, keys())
         if planner is not None:
             if not hit_tokens:

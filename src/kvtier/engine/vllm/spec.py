@@ -102,8 +102,7 @@ class KVTierSpec(OffloadingSpec):
             self.vllm_config, self.kv_cache_config, self.config, self.kv_caches, settings.namespace_label
         )
         rank_bytes = settings.rank_dram_bytes(parallel.world_size) // PAGE_BYTES * PAGE_BYTES
-        has_disk = settings.disk_path is not None or settings.shared_storage_path is not None
-        staging_bytes = staging_bytes_of(rank_bytes, sizes) if has_disk else 0
+        staging_bytes = staging_bytes_of(rank_bytes, sizes) if settings.has_disk else 0
         least_bytes = staging_bytes + 2 * sum(sizes)
         if rank_bytes < least_bytes:
             raise ConfigError(
