@@ -97,8 +97,6 @@ class KVTierConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.manager.steps.scheduled(scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
-        if self._spec.settings.enable_preload:
-            self.scheduler.preload()
         return KVTierMetadata(
             load_jobs=meta.load_jobs,
             store_jobs=meta.store_jobs,

@@ -1,7 +1,6 @@
 """The scheduler's side of offloading: vLLM's manager interface over TieredStore."""
 
 import contextlib
-import gc
 import logging
 import secrets
 import time
@@ -27,6 +26,7 @@ from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import RECOMPUTE_TOKENS, stats_of
 from kvtier.engine.vllm.steps import StepTimer
 from kvtier.errors import StoreUnavailableError
+from kvtier.memory.collector import collector_paused
 from kvtier.observe.requests import RequestTrace
 from kvtier.plan.curves import RecomputeCurve
 from kvtier.policy.base import RequestInfo
@@ -127,14 +127,8 @@ class KVTierManager(OffloadingManager):
             return
         if self.shared is not None:
             return
-        # A million new objects would have the collector look through all of them again and again, for nothing.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with collector_paused():
             self._fill(self.store, ranks)
-        finally:
-            if collecting:
-                gc.enable()
         if limits.disk_bytes:
             logger.info("kvtier: %d parts found on disk that every rank has", self.store.gauges()["disk_parts"])
 

@@ -133,7 +133,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self.planner.end_step()
-        return super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        self._preload()
+        return meta
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -162,7 +164,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self.planner.scheduled(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def preload(self) -> None:
+    def _preload(self) -> None:
         """Once a step: read ahead for the next requests that wait, as far as they are known to hit, the first of them first."""
         ahead_max = self.manager.config.preload_lookahead_requests
         for req_id, waiting in list(itertools.islice(self._waiting.items(), ahead_max)):

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -136,7 +137,7 @@ class SharedPresence:
                 token = object()
                 run = new[start : start + _RUN_KEYS]
                 asked.update(dict.fromkeys(run, token))
-                self._work.put(lambda run=run, token=token: self._ask(run, token, directories))  # type: ignore[misc]
+                self._work.put(partial(self._ask, run, token, directories))
         return answers
 
     def _ask(self, keys: Sequence[Key], token: object, directories: Sequence[bytes]) -> None:

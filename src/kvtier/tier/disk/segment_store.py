@@ -32,7 +32,6 @@ A forked child shares nothing: every call on its parent's store fails as CLOSED 
 import contextlib
 import errno
 import fcntl
-import gc
 import json
 import math
 import os
@@ -49,6 +48,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvtier.errors import ConfigError, StoreUnavailableError
+from kvtier.memory.collector import collector_paused
 from kvtier.policy.base import EvictionPolicy, RecordInfo
 from kvtier.record.envelope import HEAD_BYTES_MAX, Identity
 from kvtier.tier.disk.base import (
@@ -425,14 +425,8 @@ class SegmentStore(PartStore):
 
     def _load(self) -> None:
         """Fill the index from the catalog, column by column: a million rows one by one take seconds."""
-        # A million new objects would have the collector look through all of them again and again, for nothing.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with collector_paused():
             gone = self._load_columns()
-        finally:
-            if collecting:
-                gc.enable()
         if gone and not self._read_only:
             self._catalog.commit(added=(), removed=gone)
         for entry in self._index.values() if self._policy is not None else ():
