@@ -2,32 +2,35 @@
 
     python bench/envelope.py DIR [--rounds 400] [--json F]
 
-`direct`: a file in DIR, O_DIRECT, as the disk tier moves a part: copied from the engine's memory into a slot, sealed and written; read, opened and copied back;
-against the same without sealing and opening. `direct x16`: the same with 16 in flight on 4 threads, as a transfer list is moved: sums overlap with I/O, times are of all 16.
 `stream`: 64 of them one after the other through kvtier's own I/O engine with 16 in flight, sealed by the thread that submits and verified by the thread that takes what was read, as the storer
 and the loader of the data plane do it: a sum is done while other parts are on their way. Times are of all 64.
-`cached`: one at a time through the page cache. `memory`: put and get of a MEMORY store with a copy each way, bare against pack and unpack.
-`summed` computes the checksum and nothing else. What the envelope adds is given as a share of the bare time and of the summed one. Linux.
+`alone`: one at a time, nothing else in flight: copied from the engine's memory into a slot, sealed and written; read, opened and copied back; against the same without sealing and opening.
+`memory`: put and get of a MEMORY store with a copy each way, bare against pack and unpack.
+
+The files in DIR are opened with O_DIRECT, slots lie in an arena. `summed` computes the checksum and nothing else; `touched` reads a word of each cache line, the least that any check of all bytes can do.
+What the envelope adds is given as a share of the bare time and of the summed one. Linux.
 """
 
 import argparse
+import functools
 import json
-import mmap
 import os
 import queue
 import random
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvtier.memory.arena import Arena
 from kvtier.memory.bytestore import MemoryByteStore
 from kvtier.record.envelope import Identity, head_for, open_slot, pack, seal_slot, slot_bytes, unpack, xxh3
 from kvtier.tier.disk.base import Lane
 from kvtier.tier.disk.engines import make_io
-from kvtier.tier.disk.io import Job, Op, Step, address_of, aligned_buffer
+from kvtier.tier.disk.io import Job, Op, Step, address_of
 
 PAYLOAD_BYTES = 1 << 20
 SLOT_BYTES = slot_bytes(PAYLOAD_BYTES)
@@ -54,96 +57,74 @@ def checksum(slot: memoryview) -> Any:
     return xxh3(slot[:PAYLOAD_BYTES])
 
 
+def touch(slot: memoryview) -> Any:
+    return np.frombuffer(slot[:PAYLOAD_BYTES], np.uint64)[::8].sum()
+
+
 def nothing(slot: memoryview) -> Any:
     return None
 
 
-def file_cases(path: Path, flags: int) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
-    slot = memoryview(mmap.mmap(-1, SLOT_BYTES))
-    engine = memoryview(bytearray(os.urandom(PAYLOAD_BYTES)))
-    slot[:PAYLOAD_BYTES] = engine
-    target = memoryview(mmap.mmap(-1, SLOT_BYTES))
-    file = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
-    seal_slot(slot, WHO, PAYLOAD_BYTES)
-    for number in range(SLOTS):
-        os.pwrite(file, slot, number * SLOT_BYTES)
-
-    def write(number: int, before: Callable[[memoryview], Any], length: int) -> None:
-        slot[:PAYLOAD_BYTES] = engine
-        before(slot)
-        os.pwrite(file, slot[:length], number % SLOTS * SLOT_BYTES)
-
-    def read(number: int, after: Callable[[memoryview], Any], length: int) -> None:
-        os.preadv(file, [target[:length]], number % SLOTS * SLOT_BYTES)
-        after(target)
-        engine[:] = target[:PAYLOAD_BYTES]
-
-    cases: dict[str, Callable[[int], Any]] = {
-        # The same payload each time, so that the head which a bare write leaves behind still fits.
-        "write bare": lambda number: write(number, nothing, PAYLOAD_BYTES),
-        "write summed": lambda number: write(number, checksum, PAYLOAD_BYTES),
-        "write": lambda number: write(number, seal, SLOT_BYTES),
-        "read bare": lambda number: read(number, nothing, PAYLOAD_BYTES),
-        "read summed": lambda number: read(number, checksum, PAYLOAD_BYTES),
-        "read": lambda number: read(number, verify, SLOT_BYTES),
-    }
-
-    def done() -> None:
-        os.close(file)
-        path.unlink()
-
-    return cases, done
+# What is done to a slot before it is written, and after it was read.
+BEFORE = {"bare": nothing, "touched": touch, "summed": checksum, "": seal}
+AFTER = {"bare": nothing, "touched": touch, "summed": checksum, "": verify}
 
 
-def batch_cases(path: Path) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
-    slots = [memoryview(mmap.mmap(-1, SLOT_BYTES)) for _ in range(BATCH)]
+Move = Callable[[Callable[[memoryview], Any], int], None]
+"""A write or a read: what to do to the slot, and how many of its bytes to move."""
+
+
+def cases_of(write: Move, read: Move) -> dict[str, Callable[[], Any]]:
+    """Every case by its name."""
+    cases: dict[str, Callable[[], Any]] = {}
+    for way, move, arms in (("write", write, BEFORE), ("read", read, AFTER)):
+        for arm, work in arms.items():
+            cases[f"{way} {arm}".strip()] = functools.partial(move, work, PAYLOAD_BYTES if arm else SLOT_BYTES)
+    return cases
+
+
+def sealed_slots(arena: Arena, count: int) -> list[memoryview]:
+    slots = [arena.view(number * SLOT_BYTES, SLOT_BYTES) for number in range(count)]
     for slot in slots:
         slot[:PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
-        seal_slot(slot, WHO, PAYLOAD_BYTES)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    pool = ThreadPoolExecutor(4)
-    for number in range(SLOTS):
-        os.pwrite(file, slots[0], number * SLOT_BYTES)
+        seal(slot)
+    return slots
 
-    def place(number: int, index: int) -> int:
-        return (number * BATCH + index) % SLOTS * SLOT_BYTES
 
-    def write(number: int, before: Callable[[memoryview], Any], length: int) -> None:
-        writes = []
-        for index, slot in enumerate(slots):
-            before(slot)
-            writes.append(pool.submit(os.pwrite, file, slot[:length], place(number, index)))
-        for done in writes:
-            done.result()
+class Alone:
+    """One part at a time, through one system call each, in slots that are not in a cache."""
 
-    def read(number: int, after: Callable[[memoryview], Any], length: int) -> None:
-        reads = {
-            pool.submit(os.preadv, file, [slot[:length]], place(number, index)): slot
-            for index, slot in enumerate(slots)
-        }
-        for done in as_completed(reads):
-            done.result()
-            after(reads[done])
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.arena = Arena(SLOTS * SLOT_BYTES)
+        self.slots = sealed_slots(self.arena, SLOTS)
+        self.engine = Arena(SLOTS * PAYLOAD_BYTES)
+        self.engine.array[:] = 1
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        # Bare writes leave no head behind: what is read lies in another half of the file.
+        for place in range(2 * SLOTS):
+            os.pwrite(self.file, self.slots[place % SLOTS], place * SLOT_BYTES)
+        self.turn = 0
 
-    for number in range(SLOTS // BATCH):
-        write(number, seal, SLOT_BYTES)
-    # Reads look at slots that bare writes never touched.
-    half = SLOTS // BATCH // 2
-    cases: dict[str, Callable[[int], Any]] = {
-        "write bare": lambda number: write(number % half, nothing, PAYLOAD_BYTES),
-        "write summed": lambda number: write(number % half, checksum, PAYLOAD_BYTES),
-        "write": lambda number: write(number % half, seal, SLOT_BYTES),
-        "read bare": lambda number: read(half + number % half, nothing, PAYLOAD_BYTES),
-        "read summed": lambda number: read(half + number % half, checksum, PAYLOAD_BYTES),
-        "read": lambda number: read(half + number % half, verify, SLOT_BYTES),
-    }
+    def next(self) -> tuple[int, memoryview, memoryview]:
+        self.turn = (self.turn + 1) % SLOTS
+        return self.turn, self.slots[self.turn], self.engine.view(self.turn * PAYLOAD_BYTES, PAYLOAD_BYTES)
 
-    def done() -> None:
-        pool.shutdown()
-        os.close(file)
-        path.unlink()
+    def write(self, work: Callable[[memoryview], Any], length: int) -> None:
+        place, slot, engine = self.next()
+        slot[:PAYLOAD_BYTES] = engine
+        work(slot)
+        os.pwrite(self.file, slot[:length], place * length)
 
-    return cases, done
+    def read(self, work: Callable[[memoryview], Any], length: int) -> None:
+        place, slot, engine = self.next()
+        os.preadv(self.file, [slot[:length]], SLOTS * SLOT_BYTES + place * length)
+        work(slot)
+        engine[:] = slot[:PAYLOAD_BYTES]
+
+    def done(self) -> None:
+        os.close(self.file)
+        self.path.unlink()
 
 
 class Stream:
@@ -153,10 +134,9 @@ class Stream:
         self.path = path
         self.free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self.arrived: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self.slots = [aligned_buffer(SLOT_BYTES) for _ in range(BATCH + 4)]
+        self.arena = Arena((BATCH + 4) * SLOT_BYTES)
+        self.slots = sealed_slots(self.arena, BATCH + 4)
         for slot in self.slots:
-            slot[:PAYLOAD_BYTES] = os.urandom(PAYLOAD_BYTES)
-            seal_slot(slot, WHO, PAYLOAD_BYTES)
             self.free.put(slot)
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         for number in range(2 * SLOTS):
@@ -166,7 +146,7 @@ class Stream:
     def submit(self, op: Op, length: int, place: int, before: Callable[[memoryview], Any], to: Any) -> None:
         slot = self.free.get()
         before(slot)
-        step = Step(op, fd=self.file, offset=place * SLOT_BYTES, buffer=slot[:length], address=address_of(slot))
+        step = Step(op, fd=self.file, offset=place, buffer=slot[:length], address=address_of(slot))
 
         def ended(jobs: list[Job]) -> None:
             for job in jobs:
@@ -175,21 +155,20 @@ class Stream:
         lane = Lane.WRITE if op is Op.WRITE else Lane.DEMAND
         self.io.submit([Job((step,), lane, None, slot)], ended)
 
-    def write(self, before: Callable[[memoryview], Any], length: int) -> None:
+    def write(self, work: Callable[[memoryview], Any], length: int) -> None:
         for place in range(SLOTS):
-            self.submit(Op.WRITE, length, place, before, self.free)
+            self.submit(Op.WRITE, length, place * length, work, self.free)
         for slot in [self.free.get() for _ in self.slots]:
             self.free.put(slot)
 
-    def read(self, after: Callable[[memoryview], Any], length: int) -> None:
+    def read(self, work: Callable[[memoryview], Any], length: int) -> None:
         asked = 0
         for ended in range(SLOTS):
             while asked < min(SLOTS, ended + BATCH):
-                # Slots that bare writes never touched.
-                self.submit(Op.READ, length, SLOTS + asked, nothing, self.arrived)
+                self.submit(Op.READ, length, SLOTS * SLOT_BYTES + asked * length, nothing, self.arrived)
                 asked += 1
             slot = self.arrived.get()
-            after(slot)
+            work(slot)
             self.free.put(slot)
 
     def done(self) -> None:
@@ -197,27 +176,16 @@ class Stream:
         os.close(self.file)
         self.path.unlink()
 
-    def cases(self) -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
-        cases: dict[str, Callable[[int], Any]] = {
-            "write bare": lambda number: self.write(nothing, PAYLOAD_BYTES),
-            "write summed": lambda number: self.write(checksum, PAYLOAD_BYTES),
-            "write": lambda number: self.write(seal, SLOT_BYTES),
-            "read bare": lambda number: self.read(nothing, PAYLOAD_BYTES),
-            "read summed": lambda number: self.read(checksum, PAYLOAD_BYTES),
-            "read": lambda number: self.read(verify, SLOT_BYTES),
-        }
-        return cases, self.done
 
-
-def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object]]:
+def memory_cases() -> tuple[dict[str, Callable[[], Any]], Callable[[], object]]:
     store = MemoryByteStore(8 << 20)
     source, target = memoryview(bytearray(os.urandom(PAYLOAD_BYTES))), memoryview(bytearray(PAYLOAD_BYTES))
     key = iter(range(1 << 40))
 
-    def bare_put(_: int) -> None:
+    def bare_put() -> None:
         store.put(b"%d" % next(key), source)
 
-    def put(_: int) -> None:
+    def put() -> None:
         store.put(b"%d" % next(key), pack(head_for(WHO, source), source))
 
     store.put(b"bare", bytes(source))
@@ -228,27 +196,27 @@ def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object
     owner.lease(b"summed")
     owner.lease(b"packed")
 
-    def bare_get(_: int) -> None:
+    def bare_get() -> None:
         view = store.get(b"bare")
         assert view is not None
         target[:] = view
 
-    def get(_: int) -> None:
+    def get() -> None:
         view = store.get(b"packed")
         assert view is not None
         target[:] = unpack(view, WHO)[1]
 
-    def summed_put(_: int) -> None:
+    def summed_put() -> None:
         xxh3(source)
         store.put(b"%d" % next(key), source)
 
-    def summed_get(_: int) -> None:
+    def summed_get() -> None:
         view = store.get(b"summed")
         assert view is not None
         xxh3(view)
         target[:] = view
 
-    cases: dict[str, Callable[[int], Any]] = {
+    cases: dict[str, Callable[[], Any]] = {
         "write bare": bare_put,
         "write summed": summed_put,
         "write": put,
@@ -259,16 +227,17 @@ def memory_cases() -> tuple[dict[str, Callable[[int], Any]], Callable[[], object
     return cases, owner.close
 
 
-def measure(cases: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
+def measure(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 5):
         for name in random.Random(number).sample(list(cases), len(cases)):  # so that none always finds the caches warm
-            work = cases[name]
-            times[name].append(seconds(lambda work=work, number=number: work(number)))  # type: ignore[misc]
+            times[name].append(seconds(cases[name]))
     found = {name: statistics.median(values[5:]) * 1e6 for name, values in times.items()}
     result = {name.replace(" ", "_") + "_us": round(value, 1) for name, value in found.items()}
     for way in ("write", "read"):
         result[f"{way}_added"] = round(found[way] / found[f"{way} bare"] - 1, 4)
+        if f"{way} touched" in found:
+            result[f"{way}_added_by_touching"] = round(found[f"{way} touched"] / found[f"{way} bare"] - 1, 4)
         result[f"{way}_added_to_summed"] = round(found[way] / found[f"{way} summed"] - 1, 4)
     return result
 
@@ -300,18 +269,18 @@ def main() -> None:
         "in_memory": own_cost(args.rounds),
     }
     print("in memory", result["in_memory"])
-    media = {
-        "direct": lambda: file_cases(args.directory / "envelope.bench", os.O_DIRECT),
-        "direct x16": lambda: batch_cases(args.directory / "envelope.bench"),
-        "stream": lambda: Stream(args.directory / "envelope.bench").cases(),
-        "cached": lambda: file_cases(args.directory / "envelope.bench", 0),
-        "memory": memory_cases,
-    }
-    for name, make in media.items():
-        cases, done = make()
-        result[name] = measure(cases, args.rounds // {"direct x16": 4, "stream": 12}.get(name, 1))
-        done()
+    path = args.directory / "envelope.bench"
+    media: dict[str, type[Stream] | type[Alone]] = {"stream": Stream, "alone": Alone}
+    for name, kind in media.items():
+        medium = kind(path)
+        rounds = args.rounds // 4 if name == "stream" else args.rounds
+        result[name] = measure(cases_of(medium.write, medium.read), rounds)
+        medium.done()
         print(name, result[name])
+    cases, done = memory_cases()
+    result["memory"] = measure(cases, args.rounds)
+    done()
+    print("memory", result["memory"])
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -239,6 +239,36 @@ def test_a_bit_flipped_in_dram_is_found_too(rig: Rig) -> None:
     assert rig.failure(job).lost == {b"key0": "RecordChecksumError"}
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_parts_dealt_to_several_verifiers_are_all_verified(
+    rig: Rig, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataplane, "_SPLIT_BYTES_MIN", 1)
+    monkeypatch.setattr(dataplane, "_VERIFIERS_MAX", threads)
+    verified: list[tuple[bytes, str]] = []
+
+    def opened(slot: memoryview, who: Identity, payload_bytes: int) -> object:
+        verified.append((who.key, threading.current_thread().name))
+        return open_slot(slot, who, payload_bytes)
+
+    monkeypatch.setattr(dataplane, "open_slot", opened)
+    rig.fill(8)
+    parts, blocks = [rig.place(n, n) for n in range(8)], list(range(40, 48))
+    assert rig.results[rig.load(parts, blocks)].ok
+    assert sorted(key for key, _ in verified) == [part.key for part in parts], "each once"
+    assert len({name.split("_")[0] for _, name in verified}) == min(threads, 2), (
+        "by the loader and, where there are some, by helpers"
+    )
+    assert (rig.cache[:, 40:48] == rig.cache[:, 0:8]).all()
+
+    before = rig.cache.copy()
+    for number in (0, 4, 7):
+        rig.arena.view(number * rig.slot, rig.slot)[number] ^= 1
+    job = rig.load(parts, list(range(50, 58)))
+    assert rig.failure(job).lost == dict.fromkeys((b"key0", b"key4", b"key7"), "RecordChecksumError")
+    assert (rig.cache == before).all(), "nothing of a batch with a wrong part reaches the engine"
+
+
 def test_another_keys_valid_record_is_refused(rig: Rig) -> None:
     rig.fill(2)
     job = rig.load([PartPlace(b"key0", 0, 1 * rig.slot)], [30])
