@@ -557,6 +557,35 @@ def test_groups_have_slots_of_their_own_size() -> None:
     store.check()
 
 
+def test_changes_tell_what_came_to_a_tier_and_what_left_it() -> None:
+    store = TieredStore(replace(LIMITS, arena_bytes=2 * SLOT, disk_bytes=2 * SLOT), tells_changes=True)
+    store_parts(store, 0, 1)
+    assert store.take_changes() == [(keys(0, 1), Source.DRAM, False)]
+    finish_writes(store)
+    assert store.take_changes() == [(keys(0, 1), Source.DISK, False)]
+    store_parts(store, 2)
+    finish_writes(store)
+    assert store.take_changes() == [
+        (keys(0), Source.DRAM, True),
+        (keys(2), Source.DRAM, False),
+        (keys(0), Source.DISK, True),
+        (keys(2), Source.DISK, False),
+    ]
+    assert store.take_changes() == []
+    silent = TieredStore(LIMITS)
+    store_parts(silent, 0)
+    assert silent.take_changes() == []
+
+
+def test_of_a_shared_disk_only_what_was_written_here_is_told() -> None:
+    store = TieredStore(replace(LIMITS, disk_bytes=SHARED_DISK_BYTES, disk_shared=True), tells_changes=True)
+    store_parts(store, 0)
+    finish_writes(store)
+    store.believe(keys(5), 0, 0.0)
+    store.disbelieve(keys(0, 5), 0.0)
+    assert store.take_changes() == [(keys(0), Source.DRAM, False), (keys(0), Source.DISK, False)]
+
+
 def test_a_second_load_of_one_owner_is_refused() -> None:
     store = TieredStore(LIMITS)
     store.begin_load([], "r", 0.0)
@@ -816,7 +845,8 @@ class StoreMachine(RuleBasedStateMachine):
             disk_policy=policy,
             ingestion=IngestionLimits(ingestion, inflight_bytes_max=8 * SLOT),
         )
-        self.store = TieredStore(limits)
+        self.store = TieredStore(limits, tells_changes=True)
+        self.told: dict[Source, set[bytes]] = {Source.DRAM: set(), Source.DISK: set()}
 
     def tokens(self, numbers: list[int]) -> list[Part]:
         return [Part(key(n), n % 2, n) for n in numbers]
@@ -953,6 +983,23 @@ class StoreMachine(RuleBasedStateMachine):
             self.slot_key.update({place.offset: b"old" for place in places})
         self.storing.clear()
         self.loading.clear()
+        assert self.store.take_changes() == [], "a reset clears everything, and says nothing of each part"
+        self.told = {Source.DRAM: set(), Source.DISK: set()}
+
+    @invariant()
+    def who_follows_the_changes_knows_what_is_where(self) -> None:
+        for change in self.store.take_changes():
+            if change.gone:
+                self.told[change.tier] -= set(change.keys)
+            else:
+                again = self.told[change.tier] & set(change.keys)
+                assert not again or (self.store.limits.disk_shared and change.tier is Source.DISK), "told twice"
+                self.told[change.tier] |= set(change.keys)
+        where = {key(n): self.store.source(key(n)) for n in range(31)}
+        assert self.told[Source.DRAM] == {k for k, source in where.items() if source is Source.DRAM}
+        if not self.store.limits.disk_shared:
+            assert {k for k, source in where.items() if source is Source.DISK} <= self.told[Source.DISK]
+            assert len(self.told[Source.DISK]) == self.store.gauges()["disk_parts"]
 
     @invariant()
     def holds(self) -> None:

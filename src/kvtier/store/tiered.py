@@ -107,6 +107,14 @@ class Resident(NamedTuple):
     unread_bytes: int
 
 
+class Change(NamedTuple):
+    """These parts can be loaded from `tier` (DRAM or DISK) from now on; or, where `gone`, no more."""
+
+    keys: list[Key]
+    tier: Source
+    gone: bool
+
+
 class Part(NamedTuple):
     """A part as its engine names it: the key holds the prefix, the group its layers.
 
@@ -221,9 +229,15 @@ def _kind(reason: str) -> str:
 
 
 class TieredStore:
-    """The index, the leases and the moves of one engine's parts over DRAM and disk."""
+    """The index, the leases and the moves of one engine's parts over DRAM and disk.
 
-    def __init__(self, limits: StoreLimits, *, generation: int = 0) -> None:
+    Args:
+        limits: what it works with.
+        generation: the one that the ranks are in.
+        tells_changes: keep changes for `take_changes`.
+    """
+
+    def __init__(self, limits: StoreLimits, *, generation: int = 0, tells_changes: bool = False) -> None:
         self.limits = limits
         self.generation = generation
         self.counters: Counter[str] = Counter()
@@ -260,6 +274,7 @@ class TieredStore:
         self._actions: list[Action] = []
         self._notices: list[str] = []
         self._noticed: set[str] = set()
+        self._changes: list[Change] | None = [] if tells_changes else None
 
     # ---- what is there
 
@@ -278,6 +293,10 @@ class TieredStore:
         if slot is not None and slot.state is _State.READY:
             return Source.DRAM
         return Source.DISK if key in self._disk else Source.MISSING
+
+    def has_slot(self, key: Key) -> bool:
+        """Whether `key` lies in DRAM, or is being brought there."""
+        return key in self._dram
 
     def not_in_dram(self, keys: Sequence[Key]) -> list[Key]:
         """Those of `keys` that a load would not take from DRAM."""
@@ -636,6 +655,17 @@ class TieredStore:
         notices, self._notices = self._notices, []
         return notices
 
+    def take_changes(self) -> list[Change]:
+        """Which parts came to a tier, and which left it, since the last call, in that order.
+
+        Not told are parts that are found on disk at the start, a reset, which clears everything, and what others do on a shared disk. A part may
+        be told gone that had not come yet: a store or a load that failed.
+        """
+        changes: list[Change] = self._changes or []
+        if changes:
+            self._changes = []
+        return changes
+
     def fill_from_disk(self, entries: Sequence[tuple[Key, int, int]], now_s: float, strays: Sequence[Key] = ()) -> None:
         """Enter parts (key, group, depth in tokens) that every rank's catalog has, oldest use first; see `fill_many_from_disk`."""
         keys, groups, depths = zip(*entries, strict=True) if entries else ((), (), ())
@@ -712,6 +742,8 @@ class TieredStore:
         fence_id = self._new_id()
         self._fences[fence_id] = _Owed(self.limits.rank_count, owed, now_s + self.limits.write_deadline_s)
         self._actions.append(ResetTier(self.generation, fence_id))
+        if self._changes is not None:
+            self._changes = []
         self.counters["resets"] += 1
 
     def gauges(self) -> dict[str, int]:
@@ -794,6 +826,14 @@ class TieredStore:
             self._noticed.add(line)
             self._notices.append(line)
 
+    def _tell(self, keys: Sequence[Key], tier: Source, *, gone: bool = False) -> None:
+        if self._changes is None or not keys:
+            return
+        if self._changes and self._changes[-1][1:] == (tier, gone):
+            self._changes[-1].keys.extend(keys)
+        else:
+            self._changes.append(Change(list(keys), tier, gone))
+
     def _admit(self, new: Sequence[Part], now_s: float, *, ahead: bool = False) -> list[_Slot] | None:
         """Slots in state FILLING with one lease for all of `new`, or None and nothing changed.
 
@@ -840,6 +880,7 @@ class TieredStore:
             self._ingestion.left(key)
             self._preloads.drop([key])
             self._slots.give(victim)
+        self._tell([key_at[victim] for victim in chosen], Source.DRAM, gone=True)
         self.counters["dram_evicted_parts"] += len(chosen)
         slots = []
         for part in new:
@@ -859,6 +900,7 @@ class TieredStore:
             self._dram_policy.remove(key, now_s, evicted=False)
             self._ingestion.left(key)
             self._preloads.drop([key])
+            self._tell([key], Source.DRAM, gone=True)
             slot.state = _State.DOOMED
             if slot.leases == 0:
                 self._slots.give(slot.offset)
@@ -897,6 +939,8 @@ class TieredStore:
             self._disk_policy.remove(key, now_s, evicted=False)
             self._ingestion.lost(key)
             self._disk_used_bytes -= self.limits.slot_bytes[group]
+            if not self.limits.disk_shared:
+                self._tell([key], Source.DISK, gone=True)
             if not (self.limits.disk_shared and _kind(reason) in LEFT_ON_SHARED):
                 self._actions.append(DeleteParts([key]))
             self.counters["disk_lost_parts"] += 1
@@ -909,6 +953,7 @@ class TieredStore:
             self._ingestion.lost(key)
         if victims and not self.limits.disk_shared:
             self._actions.append(DeleteParts(list(victims)))
+            self._tell(victims, Source.DISK, gone=True)
             self.counters["disk_evicted_parts"] += len(victims)
 
     def _disk_victims(self, size_bytes: int, incoming: Key, now_s: float) -> list[Key] | None:
@@ -926,6 +971,7 @@ class TieredStore:
 
     def _stored(self, key: Key, slot: _Slot, *, below: bool = False) -> None:
         """`key` is READY in DRAM now; `below`: it is on disk already."""
+        self._tell([key], Source.DRAM)
         if self._disk_policy is not None:
             tokens = self.limits.part_tokens[slot.group] if self.limits.part_tokens else 0
             self._ingestion.stored(key, self.limits.slot_bytes[slot.group], tokens, below=below)
@@ -996,6 +1042,9 @@ class TieredStore:
             else:
                 self._enter_disk(part.key, group, slot.info, now_s)
                 written.append(part.key)
+        # On disk before it leaves DRAM, for those who are told.
+        self._tell(written, Source.DISK)
+        for part, slot in zip(write.parts, write.slots, strict=True):
             self._let_go(part.key, slot, now_s)
         self.counters["written_parts"] += len(written)
         if written and self.limits.disk_shared:

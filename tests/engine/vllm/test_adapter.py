@@ -22,8 +22,11 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    Locality,
     LookupResult,
+    Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     ReqContext,
     get_offload_group_idx,
     make_offload_key,
@@ -387,11 +390,11 @@ def test_ids_are_numpy_arrays_of_one_kind() -> None:
 class SharedRig:
     """A manager over a directory that "another engine" stores into, with one rank or more."""
 
-    def __init__(self, root: Path, *, ranks: int = 1, **settings: Any) -> None:
+    def __init__(self, root: Path, *, ranks: int = 1, publishes: bool = False, **settings: Any) -> None:
         self.clock = Clock()
         self.layout = SharedLayout(root, model="m", block_size=16, blocks_per_file=1, dtype="auto")
         self.config = load_config({"shared_storage_path": str(root), **settings}, environ={}).config
-        self.manager = KVTierManager(self.config, group_ids=[2, 5], clock=self.clock)
+        self.manager = KVTierManager(self.config, group_ids=[2, 5], clock=self.clock, publishes=publishes)
         self.manager.begin([handshake(disk_bytes=SHARED_DISK_BYTES, shared=self.layout)] * ranks)
         assert self.manager.shared is not None
         self.presence = self.manager.shared
@@ -438,6 +441,39 @@ def test_what_others_stored_is_asked_for_off_this_thread_and_then_found(shared_r
     spec = rig.manager.prepare_load(wanted[:3], context())
     assert isinstance(spec, PartsSpec) and {part.source for part in spec.parts} == {Source.DISK}
     rig.manager.store.check()  # type: ignore[union-attr]
+
+
+def test_events_name_medium_and_locality_and_come_only_where_they_are_published(
+    shared_rig: Callable[..., SharedRig],
+) -> None:
+    manager = KVTierManager(Config(), group_ids=[2, 5], clock=Clock(), publishes=True)
+    assert list(manager.take_events()) == []
+    manager.begin([handshake()])
+    wanted = keys(2)
+    store(manager, wanted, context())
+    write_all(manager)
+    local = {"locality": Locality.LOCAL, "removal_expected": True}
+    assert list(manager.take_events()) == [
+        OffloadingEvent(wanted, Medium.CPU, removed=False, **local),
+        OffloadingEvent(wanted, Medium.STORAGE, removed=False, **local),
+    ]
+    manager.reset_cache()
+    assert list(manager.take_events()) == []
+
+    shared = shared_rig(publishes=True)
+    shared.others_store(wanted[:1])
+    assert shared.run(wanted)[0] == 1
+    store(shared.manager, wanted[1:], context())
+    write_all(shared.manager)
+    assert list(shared.manager.take_events()) == [
+        OffloadingEvent(wanted[1:], Medium.CPU, removed=False, **local),
+        OffloadingEvent(wanted[1:], Medium.STORAGE, removed=False, locality=Locality.REMOTE, removal_expected=False),
+        OffloadingEvent(wanted[1:], Medium.CPU, removed=True, **local),
+    ]
+
+    silent = make_manager()
+    store(silent, wanted, context())
+    assert list(silent.take_events()) == []
 
 
 def test_a_new_prompt_costs_few_questions(shared_rig: Callable[..., SharedRig]) -> None:

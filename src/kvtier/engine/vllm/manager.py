@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
+    Locality,
     LookupResult,
+    Medium,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -37,6 +40,7 @@ from kvtier.tier.disk.presence import SharedPresence
 logger = logging.getLogger(__name__)
 
 _HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DISK}
+_MEDIA = {Source.DRAM: Medium.CPU, Source.DISK: Medium.STORAGE}
 
 _ADVISE_EVERY_S = 10.0
 _ASKED_FIRST = 64
@@ -52,6 +56,7 @@ class KVTierManager(OffloadingManager):
         part_tokens: tokens of one part of each group.
         clock: monotonic seconds.
         trace: where requests are recorded; the manager closes it.
+        publishes: whether vLLM publishes KV cache events, and so takes the manager's.
     """
 
     def __init__(
@@ -61,8 +66,10 @@ class KVTierManager(OffloadingManager):
         part_tokens: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         trace: RequestTrace | None = None,
+        publishes: bool = False,
     ) -> None:
         self.config = config
+        self._publishes = publishes
         self.store: TieredStore | None = None
         self._group_of = {group_id: place for place, group_id in enumerate(group_ids)}
         self._part_tokens = tuple(part_tokens)
@@ -120,7 +127,7 @@ class KVTierManager(OffloadingManager):
             self.shared = open_presence(
                 self.config, first.shared, ranks=len(ranks), generation=generation, clock=self._clock
             )
-        self.store = TieredStore(limits, generation=generation)
+        self.store = TieredStore(limits, generation=generation, tells_changes=self._publishes)
         if any(rank.generation != generation for rank in ranks):
             logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
             self.reset_cache()
@@ -443,6 +450,25 @@ class KVTierManager(OffloadingManager):
             elif isinstance(action, DeleteParts):
                 self.shared.uncommit(action.keys)
         return [action for action in actions if not isinstance(action, CommitParts)]
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """What came to a tier and what left it since the last call, for those who route by it.
+
+        A shared disk is remote to every engine, and who removes from it says so to nobody.
+        """
+        for keys, tier, gone in self.store.take_changes() if self.store is not None else ():
+            remote = tier is Source.DISK and self.shared is not None
+            yield OffloadingEvent(
+                [OffloadKey(key) for key in keys],
+                _MEDIA[tier],
+                removed=gone,
+                locality=Locality.REMOTE if remote else Locality.LOCAL,
+                removal_expected=not remote,
+            )
+
+    def has_slot(self, key: OffloadKey) -> bool:
+        """Whether the part lies in DRAM, or is being brought there."""
+        return self.store is not None and self.store.has_slot(key)
 
     def has_pending_work(self) -> bool:
         return self.store is not None and self.store.has_pending()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
 from kvtier.engine.vllm.lora import Adapters, SaltedRequest, UnkeyedError
 from kvtier.engine.vllm.manager import KVTierManager
@@ -163,6 +163,17 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._waiting.pop(request.request_id, None)
         self.planner.scheduled(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens and self._events_tracker.self_describing_enabled:
+            self._describe_load(self._req_status[request.request_id])
+
+    def _describe_load(self, req_status: Any) -> None:
+        """Let events say of what a load brings to DRAM which tokens it is: upstream notes that in lookups one by one, which are not made here."""
+        configs = {config.group_idx: config for config in self.config.kv_group_configs}
+        for from_tokens, _, key in req_status.load_key_ranges:
+            config = configs[get_offload_group_idx(key)]
+            # What passes through staging never comes to a tier, and its note would stay for ever.
+            if self.manager.has_slot(key):
+                self._events_tracker.record_lookup(req_status.req, config, from_tokens // config.tokens_per_chunk, key)
 
     def _preload(self) -> None:
         """Once a step: read ahead for the next requests that wait, as far as they are known to hit, the first of them first."""

@@ -85,6 +85,7 @@ class KVTierSpec(OffloadingSpec):
                 [group.group_id for group in self.config.groups],
                 part_tokens,
                 trace=open_trace(self.settings, part_tokens[0], time.monotonic(), replica=replica),
+                publishes=self.kv_events_config.enable_kv_cache_events,
             )
         return self._manager
 

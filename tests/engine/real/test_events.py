@@ -1,0 +1,125 @@
+"""A router that follows vLLM's KV events knows what kvtier has, on which medium, and of which tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.real.cases import LLAMA, kvtier_settings, text
+from tests.engine.real.conftest import Fork
+
+from kvtier.store.moves import Source
+from kvtier.testing.vllm.driver import Engine
+
+pytestmark = pytest.mark.engine
+
+BLOCK = LLAMA.block_tokens
+
+
+def published(replay: str) -> list[Any]:
+    """Every event since the engine's start, asked of its replay endpoint."""
+    import msgspec
+    import zmq
+    from vllm.distributed.kv_events import KVEventBatch
+
+    events: list[Any] = []
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(replay)
+    socket.send_multipart([b"", (0).to_bytes(8, "big")])
+    while socket.poll(10_000):
+        *_, _, payload = socket.recv_multipart()
+        if not payload:
+            socket.close(0)
+            return events
+        events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
+    raise AssertionError("the replay did not end")
+
+
+class Follower:
+    """What is where, by the events alone: how often each block was announced, and the tokens of each."""
+
+    def __init__(self, events: list[Any]) -> None:
+        from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+        self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        self.tokens: dict[str, dict[int, tuple[int, ...]]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
+        self.removed: dict[str, int] = dict.fromkeys(self.held, 0)
+        for event in events:
+            if isinstance(event, BlockStored):
+                self.held[event.medium or ""] |= set(event.block_hashes)  # type: ignore[arg-type]
+                for place, name in enumerate(event.block_hashes):
+                    first = place * event.block_size
+                    self.tokens[event.medium or ""][name] = tuple(event.token_ids[first : first + event.block_size])  # type: ignore[index]
+            elif isinstance(event, BlockRemoved):
+                self.held[event.medium or ""] -= set(event.block_hashes)  # type: ignore[arg-type]
+                self.removed[event.medium or ""] += len(event.block_hashes)
+
+
+def in_store(engine: Engine) -> dict[Source, set[int]]:
+    """What the store would take from DRAM, and what it has on disk, as events name it."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from vllm.v1.kv_offload.base import get_offload_block_hash
+
+    store = engine.scheduler.connector.manager.store
+    keys = {
+        Source.DRAM: {key for key in store._dram if store.source(key) is Source.DRAM},
+        Source.DISK: set(store._disk),
+    }
+    return {
+        tier: {maybe_convert_block_hash(get_offload_block_hash(key)) for key in found} for tier, found in keys.items()
+    }  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_who_follows_the_events_knows_what_is_where(
+    fork: Fork, checkpoint: Any, tmp_path: Path, described: bool
+) -> None:
+    model, disk = checkpoint(LLAMA.model), tmp_path / "disk"
+    disk.mkdir()
+    prompts = [text(seed, 6 * BLOCK + 3) for seed in range(6)]
+
+    def serve(name: str, asked: list[list[int]]) -> tuple[Follower, dict[Source, set[int]], int]:
+        replay = f"ipc://{tmp_path}/{name}-replay"
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{tmp_path}/{name}",
+            "replay_endpoint": replay,
+        }
+        settings = kvtier_settings(disk, dram_bytes="1MiB", self_describing_kv_events=described)
+        from vllm.config.kv_events import KVEventsConfig
+
+        with LLAMA.engine(model, kvtier=settings, kv_events_config=KVEventsConfig(**config)) as engine:
+            for prompt in asked:
+                engine.ask(prompt, max_tokens=2)
+                engine.settle()
+                engine.reset_prefix_cache()
+            # One step more publishes what the last outcomes changed.
+            engine.ask(text(99, BLOCK // 2), max_tokens=1)
+            engine.settle()
+            follower = Follower(published(replay))
+            notes = engine.scheduler.connector.connector_scheduler._events_tracker._pending_event_metadata
+            return follower, in_store(engine), len(notes)
+
+    first, found, notes = fork(lambda: serve("first", prompts))
+    assert first.held["CPU"] == found[Source.DRAM] != set()
+    assert first.held["STORAGE"] == found[Source.DISK]
+    assert len(found[Source.DISK]) == 6 * len(prompts)
+    assert first.removed["CPU"] > 0, "DRAM is smaller than what was stored"
+    chunks = {tuple(p[at : at + BLOCK]) for p in prompts for at in range(0, 6 * BLOCK, BLOCK)}
+    assert set(first.tokens["CPU"].values()) == (chunks if described else {()})
+    assert set(first.tokens["STORAGE"].values()) == (chunks if described else {()})
+    if described:
+        assert all(
+            first.tokens["CPU"][name] == tokens
+            for name, tokens in first.tokens["GPU"].items()
+            if name in first.tokens["CPU"]
+        )
+        assert notes == len(found[Source.DISK]), "a note for each part that is somewhere, no more"
+
+    # What a process finds on disk is told when it comes to DRAM.
+    second, found, notes = fork(lambda: serve("second", prompts[:1]))
+    assert second.held["CPU"] == found[Source.DRAM] and len(found[Source.DRAM]) == 6
+    assert not second.held["STORAGE"]
+    assert set(second.tokens["CPU"].values()) == (
+        {tuple(prompts[0][at : at + BLOCK]) for at in range(0, 6 * BLOCK, BLOCK)} if described else {()}
+    )
