@@ -243,6 +243,8 @@ def test_under_random_faults_the_books_stay_right(tmp_path: Path, kind: str) -> 
         stats = disk.store.stats()
         assert stats.used_bytes <= capacity
         assert stats.disk_bytes <= capacity
+        # However busy the machine, so that most reads meet what was written.
+        wait_until(lambda: expected - ended < 30)  # noqa: B023 - it ends before the next turn
     wait_until(lambda: ended == expected)
     assert disk.io.injected > 5
     disk.heal()
