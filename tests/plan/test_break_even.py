@@ -305,6 +305,9 @@ def test_crossings_by_hand() -> None:
     assert break_even_tokens(line, Curve(0.5, {1000: 0.5})) == 500
     assert break_even_tokens(line, Curve(0.0, {1000: 0.5})) == 0
     assert break_even_tokens(line, Curve(1.0, {1000: 2.0})) == NEVER
+    # It does not pay for the shortest prefixes alone, shorter than a place between two knots.
+    assert break_even_tokens(line, Curve(0.005, {1000: 0.5})) == 10
+    assert break_even_tokens(Curve(0.0, {64_000: 64.0}), Curve(0.005, {64_000: 32.0})) == 10
     # Beyond the last knot: 0.001 a token against 1.5 + 0.0005 a token.
     assert break_even_tokens(line, Curve(1.5, {1000: 2.0})) == pytest.approx(3000, abs=2)
 

@@ -159,10 +159,10 @@ class BreakEven:
 def break_even_tokens(f: Curve, g: Curve) -> int:
     """The least number of tokens from which on recomputing (`f`) takes no less than loading (`g`).
 
-    0 where loading always pays, NEVER where it never does. Looked for at every knot and at 64 places between two of them; beyond the
+    0 where loading always pays, NEVER where it never does. Looked for at one token, at every knot and at 64 places between two of them; beyond the
     last knots only where loading did not pay up to there.
     """
-    ends = sorted({0, f.last_tokens, g.last_tokens} | set(f._x) | set(g._x))
+    ends = sorted({0, 1, f.last_tokens, g.last_tokens} | set(f._x) | set(g._x))
     places = sorted({low + (high - low) * part // 64 for low, high in pairwise(ends) for part in range(65)})
 
     def pays(tokens: int) -> bool:
