@@ -1,11 +1,13 @@
 """kvtier as a library: the whole of it, without an engine, against a dictionary."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,12 @@ def open_cache(path: Path | None, *, slots: int = 8, **changes: object) -> Cache
     return kvtier.open(PART, {"test": 1}, **(values | changes))
 
 
+def open_shared_cache(path: Path, *, slots: int = 8, **changes: object) -> Cache:
+    path.mkdir(exist_ok=True)
+    values = {"dram_bytes": (slots + 2) * SLOT, "shared_storage_path": str(path), "shared_absent_s": 0.0}
+    return kvtier.open(PART, {"test": 1}, disk_free_bytes_min=0, **(values | changes))
+
+
 def put(cache: Cache, *numbers: int) -> int:
     return cache.put(keys(*numbers), [payload(number) for number in numbers])
 
@@ -71,6 +79,58 @@ def test_parts_come_back_from_dram_then_from_disk_then_in_another_process_life(
         assert cache.lookup(keys(*range(20))) == 20
         assert get(cache, *range(20)) == 20
         assert get(cache, 0, 1, 77, 2) == 2, "a hole ends the prefix"
+
+
+def test_processes_that_share_a_filesystem_find_each_others_parts(tmp_path: Path) -> None:
+    with open_shared_cache(tmp_path / "d") as ours, open_shared_cache(tmp_path / "d", slots=3) as theirs:
+        assert [put(ours, number) for number in range(20)] == [1] * 20
+        assert ours.flush(20)
+        assert get(theirs, *range(20)) == 20, "more than its DRAM holds"
+        assert put(theirs, 20, 21) == 2
+        assert theirs.flush(20)
+        assert ours.lookup(keys(*range(22), 99)) == 22
+        assert ours.reset() is None
+        assert get(ours, 0) == 0
+    with open_shared_cache(tmp_path / "d") as later:
+        assert later.lookup(keys(0)) == 0, "a reset is for good"
+    with kvtier.open(PART, {"test": 2}, shared_storage_path=str(tmp_path / "d"), dram_bytes=10 * SLOT) as other:
+        assert get(other, 0) == 0
+
+
+def test_many_keys_are_asked_for_window_by_window(tmp_path: Path) -> None:
+    with open_shared_cache(tmp_path / "d") as cache:
+        wanted = keys(*range(700))
+        layout, presence = cache._shared.presence._layout, cache._shared.presence  # type: ignore[union-attr]
+        for key in wanted[:600]:
+            path = Path(os.fsdecode(layout.path(os.fsencode(layout.rank_directory(0)), key)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        assert cache.lookup(wanted) == 600
+        asked = presence.questions
+        assert cache.lookup(keys(*range(900, 999))) == 0
+        assert presence.questions - asked == 64, "a new prompt costs few questions"
+
+
+def test_a_shared_filesystem_that_does_not_answer_is_a_miss_at_the_deadline(tmp_path: Path) -> None:
+    with open_shared_cache(tmp_path / "d") as other:
+        assert put(other, 0) == 1
+    with open_shared_cache(tmp_path / "d", lookup_deadline_s=0.01) as cache:
+        answer = threading.Event()
+        presence = cache._shared.presence  # type: ignore[union-attr]
+        real, presence._exists = presence._exists, lambda path: answer.wait(20)
+        assert cache.lookup(keys(0)) == 0
+        answer.set()
+        presence._exists = real
+        assert presence.wait(keys(0), 20)
+        assert get(cache, 0) == 1
+
+
+@pytest.mark.parametrize("key", [b"", b"ab", b"k" * 65])
+def test_a_key_that_can_name_no_shared_file_is_refused(tmp_path: Path, key: bytes) -> None:
+    with open_shared_cache(tmp_path / "d") as cache:
+        with pytest.raises(ValueError, match="3 to 64 bytes"):
+            cache.put([key], [payload(0)])
+        assert put(cache, 1) == 1
 
 
 def test_a_buffer_may_be_reused_as_soon_as_put_returns(tmp_path: Path) -> None:
@@ -297,11 +357,14 @@ _STEPS = st.lists(
 )
 
 
-@given(_STEPS)
+@pytest.mark.parametrize("opened", [functools.partial(open_cache, disk_bytes=12 * SLOT), open_shared_cache])
+@given(steps=_STEPS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_the_order_what_comes_back_is_right(tmp_path: Path, steps: list[tuple[str, list[int]]]) -> None:
+def test_whatever_the_order_what_comes_back_is_right(
+    tmp_path: Path, opened: Callable[..., Cache], steps: list[tuple[str, list[int]]]
+) -> None:
     path = tmp_path / f"d{time.monotonic_ns()}"
-    cache = open_cache(path, slots=3, disk_bytes=12 * SLOT)
+    cache = opened(path, slots=3)
     written: set[int] = set()
     for step, numbers in steps:
         if step == "put":
@@ -316,7 +379,7 @@ def test_whatever_the_order_what_comes_back_is_right(tmp_path: Path, steps: list
             written.clear()
         else:
             assert cache.close()
-            cache = open_cache(path, slots=3, disk_bytes=12 * SLOT)
+            cache = opened(path, slots=3)
         cache.store.check()
     assert cache.close()
 

@@ -16,11 +16,12 @@ from types import TracebackType
 
 import numpy as np
 
-from kvtier.config import load_config
+from kvtier.config import Config, load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
 from kvtier.engine.layout import GroupLayout, Piece, Region
-from kvtier.engine.opening import may_compile, open_disk, open_trace, store_limits
+from kvtier.engine.opening import may_compile, open_disk, open_presence, open_shared, open_trace, store_limits
+from kvtier.engine.shared import SharedDisk
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.identity.namespace import Namespace
 from kvtier.memory.arena import PAGE_BYTES, Arena, available_memory_bytes, require_memory
@@ -28,10 +29,30 @@ from kvtier.observe.requests import ID_BYTES
 from kvtier.policy.base import RequestInfo
 from kvtier.record.envelope import slot_bytes
 from kvtier.store.moves import PartPlace
-from kvtier.store.tiered import Part, TieredStore
+from kvtier.store.tiered import SHARED_DISK_BYTES, Part, TieredStore
 from kvtier.tier.disk.base import PartStore
+from kvtier.tier.disk.shared_layout import SharedLayout, claim
+
+# In hexadecimal they make directories and a file's name.
+_KEY_BYTES_MIN, _KEY_BYTES_MAX = 3, 64
 
 ByteBuffer = bytes | bytearray | memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def _shared_layout(config: Config) -> SharedLayout:
+    """Names of a library's parts below `shared_storage_path`: one key a file, whatever a key stands for. Raises ConfigError."""
+    assert config.shared_storage_path is not None
+    if not config.shared_storage_path.is_dir():
+        raise ConfigError(
+            f"shared_storage_path is {str(config.shared_storage_path)!r}, which is no directory: create it, or mount it"
+        )
+    return SharedLayout(
+        config.shared_storage_path,
+        model=config.shared_model_name or "library",
+        block_size=1,
+        blocks_per_file=1,
+        dtype="bytes",
+    )
 
 
 class Cache:
@@ -41,7 +62,7 @@ class Cache:
         part_bytes: bytes of every part.
         namespace: all that must be equal for bytes to mean the same.
         disk: a part store to use in place of the one that the settings describe; the cache closes it.
-        settings: see `kvtier config`.
+        settings: see `kvtier config`. With `shared_storage_path` processes on many nodes use one directory, and keys have 3 to 64 bytes.
 
     Raises:
         ConfigError, StoreUnavailableError: a setting cannot work, or the disk path cannot be used.
@@ -53,10 +74,6 @@ class Cache:
         if part_bytes <= 0:
             raise ConfigError(f"part_bytes is {part_bytes}: a part has at least one byte")
         config = load_config(settings, environ=os.environ, extra_source="kvtier.open").config
-        if config.shared_storage_path is not None:
-            raise ConfigError(
-                "shared_storage_path works in an engine, not in kvtier.open: use disk_path, or a SharedStore as `disk`"
-            )
         self.config = config
         self.part_bytes = part_bytes
         space = Namespace({**namespace, "part_bytes": part_bytes})
@@ -70,8 +87,14 @@ class Cache:
             )
         require_memory(arena_bytes, "dram_bytes", available_memory_bytes())
         arena = Arena(arena_bytes)
+        layout_of_disk = None
         if disk is None and config.disk_path is not None:
             disk = open_disk(config, config.disk_path, space, arena)
+        elif disk is None and config.shared_storage_path is not None:
+            layout_of_disk = claim(_shared_layout(config), space)
+            disk = open_shared(
+                config, layout_of_disk, space, arena, rank=0, group_of=lambda key: 0, payload_bytes=(part_bytes,)
+            )
         # Address space as one region of "blocks" of one byte: a block's number is the address of a buffer.
         layout = GroupLayout([Region(base=0, stride_bytes=1, page_bytes=part_bytes)], 1)
         self._plane = DataPlane(
@@ -84,14 +107,21 @@ class Cache:
             verify=config.verify_checksums,
             load_deadline_s=config.load_deadline_s,
         )
+        disk_bytes = config.disk_bytes if disk is not None else 0
         limits = store_limits(
             config,
             slot_bytes=(slot,),
             arena_bytes=self._plane.slots_bytes,
-            disk_bytes=config.disk_bytes if disk is not None else 0,
+            disk_bytes=SHARED_DISK_BYTES if layout_of_disk is not None else disk_bytes,
         )
         self.store = TieredStore(limits, generation=self._plane.generation)
-        if disk is not None:
+        self._shared: SharedDisk | None = None
+        if layout_of_disk is not None:
+            presence = open_presence(
+                config, layout_of_disk, ranks=1, generation=self._plane.generation, clock=time.monotonic
+            )
+            self._shared = SharedDisk(self.store, presence)
+        elif disk is not None:
             found, depths = disk.keys_and_depths()
             self.store.fill_many_from_disk(found, [0] * len(found), depths, time.monotonic())
         self._lock = threading.Lock()
@@ -101,6 +131,8 @@ class Cache:
         try:
             self._trace = open_trace(config, 1, time.monotonic())
         except BaseException:
+            if self._shared is not None:
+                self._shared.close(0.0)
             self._plane.close(0.0)
             raise
 
@@ -108,6 +140,7 @@ class Cache:
         """How many of `keys`, from the first on, are there."""
         with self._lock:
             self._step()
+            self._settle(keys)
             return self.store.leading_run(keys).length
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[ByteBuffer], *, depths_tokens: Sequence[int] = ()) -> int:
@@ -122,6 +155,7 @@ class Cache:
         wanted = [Part(*part) for part in zip(keys, [0] * len(keys), depths, parents, strict=True)]
         with self._lock:
             self._step()
+            self._settle(keys)
             end_s = time.monotonic() + self.config.write_deadline_s
             # Where slots are all being written to disk, room comes with the next write that ends.
             while (places := self.store.begin_store(wanted, time.monotonic())) is None and time.monotonic() < end_s:
@@ -145,6 +179,7 @@ class Cache:
         with self._lock:
             self._step()
             first = True
+            self._settle(keys)
             while True:
                 run = self.store.leading_run(keys)
                 if first:
@@ -165,13 +200,16 @@ class Cache:
         Raises StoreUnavailableError where the disk has not confirmed that within `write_deadline_s`; in this process it is gone all the same.
         """
         with self._lock:
-            self.store.reset(time.monotonic())
+            if self._shared is not None:
+                self._shared.reset(time.monotonic())
+            else:
+                self.store.reset(time.monotonic())
             end_s = time.monotonic() + self.config.write_deadline_s
             self._step()
             while self.store.resetting():
                 if time.monotonic() >= end_s:
                     raise StoreUnavailableError(
-                        f"the reset is in force, but disk_path {self.config.disk_path} has not confirmed it within write_deadline_s: look at the disk"
+                        f"the reset is in force, but disk {self.config.disk_path or self.config.shared_storage_path} has not confirmed it within write_deadline_s: look at the disk"
                     )
                 self._plane.wait_for_news(max(0.0, end_s - time.monotonic()))
                 self._step()
@@ -190,6 +228,8 @@ class Cache:
             self._closed = True
             if self._trace is not None:
                 self._trace.close(self.config.close_deadline_s)
+            if self._shared is not None:
+                self._shared.close(self.config.close_deadline_s)
             return self._plane.close(self.config.close_deadline_s) and flushed
 
     def __enter__(self) -> "Cache":
@@ -201,6 +241,16 @@ class Cache:
         self.close()
 
     # ---- inside
+
+    def _settle(self, keys: Sequence[bytes]) -> None:
+        """Know what a shared disk has of `keys`, as far as it says so within `lookup_deadline_s`."""
+        if self._shared is not None:
+            for key in keys:
+                if not _KEY_BYTES_MIN <= len(key) <= _KEY_BYTES_MAX:
+                    raise ValueError(
+                        f"a key has {len(key)} bytes, and names a file on a shared filesystem: use {_KEY_BYTES_MIN} to {_KEY_BYTES_MAX} bytes, or its hash"
+                    )
+            self._shared.settle(keys, 0, time.monotonic(), self.config.lookup_deadline_s)
 
     def _flush(self, deadline_s: float) -> bool:
         end_s = time.monotonic() + deadline_s
@@ -256,12 +306,15 @@ class Cache:
         results, outcomes = self._plane.poll()
         for outcome in outcomes:
             self.store.apply(outcome, now_s)
+            if self._shared is not None:
+                self._shared.hear(outcome)
         for result in results:
             at_end = self._at_end.pop(result.job_id, None)
             if at_end is not None:
                 at_end()
         self.store.tick(now_s)
-        self._plane.act(self.store.take_actions())
+        actions = self.store.take_actions()
+        self._plane.act(actions if self._shared is None else self._shared.carry_out(actions))
 
     def _wait(self, job: int, at_end: Callable[[], None]) -> None:
         """Call `at_end` when the job has ended, now or, where the caller is interrupted, in a later step."""

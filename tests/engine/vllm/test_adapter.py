@@ -397,7 +397,7 @@ class SharedRig:
         self.manager = KVTierManager(self.config, group_ids=[2, 5], clock=self.clock, publishes=publishes)
         self.manager.begin([handshake(disk_bytes=SHARED_DISK_BYTES, shared=self.layout)] * ranks)
         assert self.manager.shared is not None
-        self.presence = self.manager.shared
+        self.presence = self.manager.shared.presence
 
     def others_store(self, wanted: list[Any], rank: int = 0) -> None:
         for key in wanted:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -25,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import Config
 from kvtier.engine.opening import open_presence, store_limits
+from kvtier.engine.shared import SharedDisk
 from kvtier.engine.vllm.messages import KVTierHandshake, PartsSpec
 from kvtier.engine.vllm.metrics import RECOMPUTE_TOKENS, stats_of
 from kvtier.engine.vllm.steps import StepTimer
@@ -33,9 +33,8 @@ from kvtier.memory.collector import collector_paused
 from kvtier.observe.requests import RequestTrace
 from kvtier.plan.curves import RecomputeCurve
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, CommitParts, DeleteParts, LoadFailed, Outcome, ReadDone, Source
+from kvtier.store.moves import Action, Outcome, Source
 from kvtier.store.tiered import Part, Presence, Resident, Run, TieredStore
-from kvtier.tier.disk.presence import SharedPresence
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,6 @@ _HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DI
 _MEDIA = {Source.DRAM: Medium.CPU, Source.DISK: Medium.STORAGE}
 
 _ADVISE_EVERY_S = 10.0
-_ASKED_FIRST = 64
-_ASKED_MORE = 4
 
 
 class KVTierManager(OffloadingManager):
@@ -87,7 +84,7 @@ class KVTierManager(OffloadingManager):
         self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
-        self.shared: SharedPresence | None = None
+        self.shared: SharedDisk | None = None
         self._looking_ahead = False
         self._through_reads = False
 
@@ -123,11 +120,12 @@ class KVTierManager(OffloadingManager):
                 f"ranks store below {sorted({str(rank.shared and rank.shared.model_directory) for rank in ranks})}: all have to use one "
                 "shared_storage_path, mounted at the same place"
             )
+        self.store = TieredStore(limits, generation=generation, tells_changes=self._publishes)
         if first.shared is not None:
-            self.shared = open_presence(
+            presence = open_presence(
                 self.config, first.shared, ranks=len(ranks), generation=generation, clock=self._clock
             )
-        self.store = TieredStore(limits, generation=generation, tells_changes=self._publishes)
+            self.shared = SharedDisk(self.store, presence)
         if any(rank.generation != generation for rank in ranks):
             logger.warning("kvtier: a reset had not reached every rank's disk: starting empty")
             self.reset_cache()
@@ -164,14 +162,15 @@ class KVTierManager(OffloadingManager):
         store = self._started()
         if store is None or req_context.req_id in self._declined:
             return LookupResult.MISS
-        known = self._ask([key], store)
+        group = self._group_of[get_offload_group_idx(key)]
+        asked = self.shared is not None and not self.shared.ask([key], group, self._clock())
         presence = store.presence(key, through_reads=self._through_reads)
         if presence is Presence.HIT:
             return LookupResult.HIT
         if presence is Presence.PENDING:
             store.hurry([key] if not (self._looking_ahead or self._through_reads) else [])
             return LookupResult.HIT_PENDING if self._may_wait(req_context.req_id, store) else LookupResult.MISS
-        if known < 1:
+        if asked:
             return LookupResult.RETRY if self._may_wait(req_context.req_id, store) else LookupResult.MISS
         return LookupResult.MISS
 
@@ -180,8 +179,9 @@ class KVTierManager(OffloadingManager):
         store = self._started()
         if store is None or req_context.req_id in self._declined:
             return Run(0, False)
-        if self.shared is not None:
-            run = self._shared_run(keys, store)
+        if self.shared is not None and keys:
+            group = self._group_of[get_offload_group_idx(keys[0])]
+            run = self.shared.leading_run(keys, group, self._clock(), through_reads=self._through_reads)
         else:
             run = store.leading_run(keys, through_reads=self._through_reads)
         if run.pending and not (self._looking_ahead or self._through_reads):
@@ -192,40 +192,6 @@ class KVTierManager(OffloadingManager):
                 ready += 1
             return Run(ready, False)
         return run
-
-    def _ask(self, keys: Sequence[OffloadKey], store: TieredStore) -> int:
-        """Bring the store up to date on what a shared disk has of `keys`. Returns how many, from the first on, are known; the rest is being asked."""
-        if self.shared is None:
-            return len(keys)
-        elsewhere = store.not_in_dram(keys)
-        if not elsewhere:
-            return len(keys)
-        answers = self.shared.lookup(elsewhere)
-        now_s = self._clock()
-        # The keys of one lookup are of one group.
-        group = self._group_of[get_offload_group_idx(keys[0])]
-        store.believe([key for key, answer in zip(elsewhere, answers, strict=True) if answer], group, now_s)
-        if all(answers):
-            return len(keys)
-        store.disbelieve([key for key, answer in zip(elsewhere, answers, strict=True) if not answer], now_s)
-        asked = {key for key, answer in zip(elsewhere, answers, strict=True) if answer is None}
-        return next((place for place, key in enumerate(keys) if key in asked), len(keys))
-
-    def _shared_run(self, keys: Sequence[OffloadKey], store: TieredStore) -> Run:
-        """The leading run where a shared disk has to be asked: a few keys first, for most prompts are new, then more and more."""
-        length, window, pending = 0, _ASKED_FIRST, False
-        while length < len(keys):
-            batch = keys[length : length + window]
-            known = self._ask(batch, store)
-            run = store.leading_run(batch, through_reads=self._through_reads)
-            length += run.length
-            pending |= run.pending
-            if run.length < len(batch):
-                # What follows a hole is believed of nobody: it would keep what is computed now from being stored.
-                store.disbelieve(keys[length:], self._clock())
-                return Run(length, pending or run.length >= known)
-            window *= _ASKED_MORE
-        return Run(length, pending)
 
     def _may_wait(self, req_id: str, store: TieredStore) -> bool:
         if self._looking_ahead:
@@ -431,9 +397,8 @@ class KVTierManager(OffloadingManager):
         if self.store is not None:
             for outcome in outcomes:
                 self.store.apply(outcome, self._clock())
-                if self.shared is not None and isinstance(outcome, (LoadFailed, ReadDone)):
-                    # What was seen there is not, or is not what it should be.
-                    self.shared.forget(list(outcome.lost if isinstance(outcome, LoadFailed) else outcome.failed))
+                if self.shared is not None:
+                    self.shared.hear(outcome)
             for line in self.store.take_notices():
                 logger.warning("kvtier: %s", line)
 
@@ -442,14 +407,7 @@ class KVTierManager(OffloadingManager):
         if self.store is None:
             return []
         actions = self.store.take_actions()
-        if self.shared is None:
-            return actions
-        for action in actions:
-            if isinstance(action, CommitParts):
-                self.shared.publish(action.keys)
-            elif isinstance(action, DeleteParts):
-                self.shared.uncommit(action.keys)
-        return [action for action in actions if not isinstance(action, CommitParts)]
+        return actions if self.shared is None else self.shared.carry_out(actions)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """What came to a tier and what left it since the last call, for those who route by it.
@@ -474,12 +432,10 @@ class KVTierManager(OffloadingManager):
         return self.store is not None and self.store.has_pending()
 
     def reset_cache(self) -> None:
-        if self.store is not None:
-            # On a shared disk others count generations too: one that no engine has ever taken, and a later one than all of them.
-            fresh = time.time_ns() // 10**6 << 20 | secrets.randbits(19) << 1 if self.shared is not None else 0
-            self.store.reset(self._clock(), max(fresh, self.store.generation + 1))
-            if self.shared is not None:
-                self.shared.reset(self.store.generation)
+        if self.shared is not None:
+            self.shared.reset(self._clock())
+        elif self.store is not None:
+            self.store.reset(self._clock())
 
     def shutdown(self) -> None:
         if self._trace is not None:

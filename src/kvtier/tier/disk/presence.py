@@ -86,6 +86,7 @@ class SharedPresence:
         self._keys_max = keys_max
         self._exists = exists
         self._lock = threading.Lock()
+        self._answered = threading.Condition(self._lock)
         self._known: dict[Key, _Answer] = {}
         self._asked: dict[Key, object] = {}
         self.questions = 0
@@ -140,6 +141,11 @@ class SharedPresence:
                 self._work.put(partial(self._ask, run, token, directories))
         return answers
 
+    def wait(self, keys: Sequence[Key], deadline_s: float) -> bool:
+        """Wait until none of `keys` is being asked, at most `deadline_s` seconds. True if none is. For callers that have nothing else to do."""
+        with self._answered:
+            return self._answered.wait_for(lambda: not any(key in self._asked for key in keys), deadline_s)
+
     def _ask(self, keys: Sequence[Key], token: object, directories: Sequence[bytes]) -> None:
         found: dict[Key, bool] = {}
         failed = 0
@@ -156,6 +162,7 @@ class SharedPresence:
                 if self._asked.get(key) is token:
                     del self._asked[key]
                     self._remember(key, present, now_s)
+            self._answered.notify_all()
 
     def _remember(self, key: Key, present: bool, now_s: float) -> None:
         self._known.pop(key, None)
