@@ -1,10 +1,13 @@
 """The MEMORY byte store: the shipped suite and state machine, and what only it promises."""
 
+import gc
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.errors import ConfigError
-from kvtier.memory.base import ByteStore, NoRoomError, PutResult, StillLeasedError
+from kvtier.memory.base import ByteStore, ByteStoreError, NoRoomError, PutResult, StillLeasedError
 from kvtier.memory.bytestore import MemoryByteStore, same_bytes, take_value
 from kvtier.policy.registry import policy_names
 from kvtier.testing.bytestore_machine import bytestore_machine
@@ -241,3 +244,168 @@ def test_a_million_records_behave_like_ten_thousand() -> None:
             count += 5000
             assert len(store) == records
     assert best[1_000_000] < 3 * best[10_000], best
+
+
+# -- finalizers, which the collector runs anywhere -----------------------------------------------------------------------
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Whether `work` ends, on a thread of its own: one that waits for itself does not."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    if failures:
+        raise failures[0]
+    return not thread.is_alive()
+
+
+def let_go_by_eviction(store: MemoryByteStore) -> None:
+    store.put(b"other", bytes(100))
+
+
+def let_go_by_delete(store: MemoryByteStore) -> None:
+    store.delete(b"borrowed")
+
+
+def let_go_by_close(store: MemoryByteStore) -> None:
+    store.close(0)
+
+
+def let_go_by_the_last_release(store: MemoryByteStore) -> None:
+    with store.owner("reader") as owner:
+        owner.lease(b"borrowed")
+        with pytest.raises(StillLeasedError):
+            store.close(0)
+
+
+@pytest.mark.parametrize("let_go", [let_go_by_eviction, let_go_by_delete, let_go_by_close, let_go_by_the_last_release])
+def test_who_lent_a_value_may_ask_the_store_when_it_is_let_go(let_go: Callable[[MemoryByteStore], None]) -> None:
+    store = MemoryByteStore(100)
+    seen: list[tuple[int, bool]] = []
+
+    def asks() -> None:
+        array = np.ones(60, np.uint8)
+        array.flags.writeable = False
+        weakref.finalize(array, lambda: seen.append((store.used_bytes, bool(store.stats().records))))
+        store.put(b"borrowed", array)
+        del array
+        let_go(store)
+
+    assert ends(asks)
+    assert seen == [(100, True) if let_go is let_go_by_eviction else (0, False)]
+
+
+@pytest.mark.parametrize("how", ["lease", "scope", "owner"])
+def test_what_the_collector_finds_may_release_its_leases(how: str) -> None:
+    store = MemoryByteStore(1 << 20)
+    store.put(b"key", b"value")
+    owner = store.owner("engine")
+
+    class Handle:
+        def __init__(self, number: int) -> None:
+            self.owner = owner if how != "owner" else store.owner("handle")
+            self.scope = f"load-{number}"
+            self.lease = self.owner.lease(b"key", self.scope)
+            self.me = self
+
+        def __del__(self) -> None:
+            if how == "lease":
+                assert self.lease is not None
+                self.lease.release()
+            elif how == "scope":
+                self.owner.release(self.scope)
+            else:
+                self.owner.close()
+
+    def load() -> None:
+        for number in range(1000):
+            Handle(number)
+            store.put(b"%d" % number, b"x")
+            store.leases()
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(3)
+    try:
+        assert ends(load)
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert not store.leases()
+    stats = store.stats()
+    assert (stats.leased_records, stats.leased_bytes) == (0, 0)
+    assert store.delete(b"key")
+
+
+def test_a_finalizer_within_an_operation_is_refused_what_it_cannot_have() -> None:
+    """Half-way through a put nothing else can be asked; before, that waited for itself."""
+    store = MemoryByteStore(100)
+    refused: list[str] = []
+
+    def in_the_middle(*_: object, **__: object) -> None:
+        for ask in (
+            lambda: store.get(b"a"),
+            lambda: store.put(b"b", b""),
+            lambda: store.delete(b"a"),
+            lambda: store.exists(b"a"),
+            lambda: store.owner("late"),
+            store.leases,
+            store.stats,
+            lambda: store.close(0),
+        ):
+            with pytest.raises(ByteStoreError, match="finalizer") as caught:
+                ask()
+            refused.append(str(caught.value))
+
+    store._policy.insert = in_the_middle  # type: ignore[method-assign]
+    assert ends(lambda: store.put(b"a", b"value"))
+    assert len(refused) == 8
+    assert not store.closed
+
+
+# -- inputs that cannot be meant -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["key", bytearray(b"key"), memoryview(bytearray(b"key")), None, [1]], ids=repr)
+def test_a_key_that_is_not_bytes_is_refused_by_every_operation(key: Any) -> None:
+    store = MemoryByteStore(10)
+    owner = store.owner("reader")
+    for ask in (
+        lambda: store.put(key, b""),
+        lambda: store.get(key),
+        lambda: store.exists(key),
+        lambda: store.delete(key),
+        lambda: owner.lease(key),
+    ):
+        with pytest.raises(ByteStoreError, match="a key is bytes"):
+            ask()
+
+
+def test_a_scope_that_is_no_name_is_refused_and_nothing_is_leased() -> None:
+    store = MemoryByteStore(10)
+    store.put(b"key", b"value")
+    with pytest.raises(ByteStoreError, match="scope"):
+        store.owner("reader").lease(b"key", ["load"])  # type: ignore[arg-type]
+    assert not store.leases()
+    assert store.delete(b"key")
+
+
+@pytest.mark.parametrize("deadline_s", [float("nan"), -1.0])
+def test_close_with_a_deadline_that_is_none_does_not_wait(deadline_s: float) -> None:
+    store = MemoryByteStore(10)
+    store.put(b"key", b"value")
+    owner = store.owner("reader")
+    owner.lease(b"key")
+
+    def close() -> None:
+        with pytest.raises(StillLeasedError):
+            store.close(deadline_s)
+
+    assert ends(close)
