@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -240,3 +241,78 @@ def test_stages_are_summed_up() -> None:
     assert list(stages) == ["store", "evict"]
     assert stages["store"] == rec.Stage(100, pytest.approx(5050e-6), 50, 99, 1000, 500, 300)
     assert stages["evict"] == rec.Stage(1, 0, 0, 0, 0, 0, 0)
+
+
+def one_line(**changes: Any) -> list[str]:
+    """A valid run of one event, as lines, with `changes` to the event."""
+    run = rec.Recording((rec.Event(1, "encode", 1, 2, "t"),), 0, 0, True)
+    head, event, end = written(run)
+    return [head, json.dumps(json.loads(event) | changes) + "\n", end]
+
+
+def test_the_line_to_be_changed_is_valid() -> None:
+    assert rec.problems_of(rec.read_jsonl(one_line())) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": "1"},
+        {"id": [1]},
+        {"id": 1.5},
+        {"name": None},
+        {"name": 5},
+        {"start_ns": "1"},
+        {"start_ns": None},
+        {"start_ns": float("nan")},
+        {"end_ns": float("inf")},
+        {"track": ["t"]},
+        {"parent": "1"},
+        {"after": "1"},
+        {"after": [[1]]},
+        {"after": None},
+        {"raw_bytes": None},
+        {"stored_bytes": "5"},
+        {"moved_bytes": True},
+        {"attrs": 5},
+        {"attrs": {"codec": [1]}},
+        {"colour": 1},
+    ],
+    ids=str,
+)
+def test_an_event_of_other_types_is_no_recording(changes: dict[str, Any]) -> None:
+    with pytest.raises(rec.RecordingError, match="line 2"):
+        rec.read_jsonl(one_line(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"events": True},
+        {"events": "1"},
+        {"dropped": None},
+        {"dropped": "0"},
+        {"open_spans": None},
+        {"finished": "no"},
+        {"finished": 1},
+    ],
+    ids=str,
+)
+def test_an_end_line_of_other_types_is_no_recording(changes: dict[str, Any]) -> None:
+    *lines, end = one_line()
+    with pytest.raises(rec.RecordingError, match="line 3"):
+        rec.read_jsonl([*lines, json.dumps(json.loads(end) | changes) + "\n"])
+
+
+@pytest.mark.parametrize("missing", ["events", "dropped", "open_spans", "finished"])
+def test_an_end_line_that_does_not_say_all_is_no_recording(missing: str) -> None:
+    *lines, end = one_line()
+    said = json.loads(end)
+    del said[missing]
+    with pytest.raises(rec.RecordingError, match="line 3"):
+        rec.read_jsonl([*lines, json.dumps(said) + "\n"])
+
+
+def test_lines_nested_without_end_are_no_recording() -> None:
+    with pytest.raises(rec.RecordingError, match="line 1"):
+        rec.read_jsonl(["[" * 100_000 + "\n"])

@@ -41,7 +41,7 @@ class RecordingError(KVTierError):
     """A recording was used wrongly or cannot be read."""
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A span that ended, or an event, whose `start_ns` and `end_ns` are equal.
 
     Attributes:
@@ -378,13 +378,22 @@ def write_jsonl(run: Recording, out: IO[str]) -> None:
         out.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
+class _End(msgspec.Struct, frozen=True):
+    """The last line of a recording, all of which it must say."""
+
+    events: int
+    dropped: int
+    open_spans: int
+    finished: bool
+
+
 def read_jsonl(lines: Iterable[str]) -> Recording:
     """The run that `write_jsonl` wrote. Without its end line it is read as one that was not finished.
 
     Raises RecordingError for lines that are no recording.
     """
     events: list[Event] = []
-    end: dict[str, Any] = {}
+    end: _End | None = None
     started = False
     for number, text in enumerate(lines, 1):
         try:
@@ -396,22 +405,21 @@ def read_jsonl(lines: Iterable[str]) -> Recording:
                         f"the recording is of version {line['version']}, this code reads {FORMAT_VERSION}"
                     )
                 started = True
-            elif kind == "event" and started and not end:
-                events.append(Event(**(line | {"after": tuple(line["after"])})))
-            elif kind == "end" and started and not end:
-                end = line
+            elif kind == "event" and started and end is None:
+                events.append(msgspec.convert(line, Event))
+            elif kind == "end" and started and end is None:
+                end = msgspec.convert(line, _End)
             else:
                 raise RecordingError(f"line {number} of the recording is a {kind!r} where none belongs")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if text.endswith("\n"):
                 raise RecordingError(f"line {number} of the recording is not readable: {error}") from error
             break  # a run that was killed leaves a torn last line
     if not started:
         raise RecordingError("the recording has no head line: it is empty or something else")
-    whole = end.get("events") == len(events)
-    return Recording(
-        tuple(events), end.get("dropped", 0), end.get("open_spans", 0), bool(end.get("finished")) and whole
-    )
+    if end is None:
+        return Recording(tuple(events), 0, 0, finished=False)
+    return Recording(tuple(events), end.dropped, end.open_spans, end.finished and end.events == len(events))
 
 
 # A track whose number is its process's is shown as the main thread: none of ours is.
