@@ -1,6 +1,8 @@
 """The MEMORY byte store: the shipped suite and state machine, and what only it promises."""
 
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -409,3 +411,41 @@ def test_close_with_a_deadline_that_is_none_does_not_wait(deadline_s: float) -> 
             store.close(deadline_s)
 
     assert ends(close)
+
+
+# -- fork ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_forked_while_threads_work_has_a_sound_copy() -> None:
+    """Without care the copy of the lock stays held by a thread that the child does not have."""
+    store = MemoryByteStore(10_000)
+    stop = threading.Event()
+
+    def churn(number: int) -> None:
+        step = 0
+        while not stop.is_set():
+            store.put(b"%d-%d" % (number, step), bytes(1000))
+            step += 1
+
+    threads = [threading.Thread(target=churn, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    signal.alarm(10)  # a child that waits for itself is ended
+                    store.put(b"child", b"value")
+                    records = store.stats().records
+                    stored_bytes = sum(record.value_bytes for record in store._records.values())
+                    code = 0 if (len(store._policy), stored_bytes) == (records, store.used_bytes) else 2
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0
+            assert not store.exists(b"child")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)

@@ -23,8 +23,12 @@ buffer of which a slice was borrowed. Size a process by measuring it, not by thi
 buffer that tells its pool. So the lock lets its own thread in again, `_alone` knows whether an operation is under way, and what is asked from inside one
 is refused, except for releases: those are noted, and ended by the next operation. Values that leave the store are let go of after the lock. An owner
 that is collected is noted in the same way.
+
+**Fork.** A fork waits for the operations under way, so that the child has a sound copy of the store, leases included, and not a lock held by a thread
+that it doesn't have. From then on they are two stores.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -211,6 +215,7 @@ class MemoryByteStore(ByteStore):
         self._records_max = records_max
         self._clock_s = clock_s
         self._lock = threading.RLock()
+        _stores[id(self)] = self
         self._inside = False
         self._lease_ended = threading.Condition(self._lock)
         self._records: dict[Key, _Record] = {}
@@ -537,3 +542,23 @@ def _check_key(key: Key) -> None:
 def _shown(holders: Sequence[LeaseInfo]) -> str:
     more = len(holders) - _HOLDERS_SHOWN
     return "; ".join(str(info) for info in holders[:_HOLDERS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+# Every store of this process, and those whose locks the forking thread holds.
+_stores: "weakref.WeakValueDictionary[int, MemoryByteStore]" = weakref.WeakValueDictionary()
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    _forking.stores = [store for ref in _stores.valuerefs() if (store := ref()) is not None]
+    for store in _forking.stores:
+        store._lock.acquire()
+
+
+def _after_fork() -> None:
+    for store in _forking.stores:
+        store._lock.release()
+    del _forking.stores
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
