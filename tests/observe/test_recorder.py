@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.observe import recorder as rec
 
@@ -316,3 +318,38 @@ def test_an_end_line_that_does_not_say_all_is_no_recording(missing: str) -> None
 def test_lines_nested_without_end_are_no_recording() -> None:
     with pytest.raises(rec.RecordingError, match="line 1"):
         rec.read_jsonl(["[" * 100_000 + "\n"])
+
+
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.sampled_from(["one", "two"])), max_size=25)
+
+
+@given(spans)
+def test_spans_that_overlap_on_a_track_get_lanes_in_which_they_nest(drawn: list[tuple[int, int, str]]) -> None:
+    """Perfetto drops a complete event that overlaps another of its thread without lying within it; coroutines of one thread do that."""
+    events = tuple(
+        rec.Event(number, f"span {number}", 1000 * start, 1000 * (start + length), track)
+        for number, (start, length, track) in enumerate(drawn, 1)
+    )
+    trace = rec.chrome_trace(rec.Recording(events, 0, 0, True))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert len(set(names.values())) == len(names)
+    shown = [event for event in trace if event["ph"] == "X"]
+    assert {event["args"]["id"] for event in shown} == {event.id for event in events if event.end_ns > event.start_ns}
+    by_id = {event.id: event for event in events}
+    for event in shown:
+        assert names[event["tid"]].startswith(by_id[event["args"]["id"]].track)
+    for one in shown:
+        for other in shown:
+            if one is not other and one["tid"] == other["tid"] and one["ts"] <= other["ts"] < one["ts"] + one["dur"]:
+                inner = other["ts"] + other["dur"] <= one["ts"] + one["dur"]
+                assert inner or (one["ts"] == other["ts"] and one["dur"] <= other["dur"])
+
+
+def test_spans_that_nest_stay_on_one_track() -> None:
+    recorder = rec.Recorder(clock_ns=Clock())
+    with recorder.span("whole", track="t"), recorder.span("part", track="t"), recorder.span("part of it", track="t"):
+        pass
+    with recorder.span("next", track="t"):
+        pass
+    trace = rec.chrome_trace(recorder.finish())["traceEvents"]
+    assert [event["args"]["name"] for event in trace if event["name"] == "thread_name"] == ["t"]

@@ -426,21 +426,50 @@ def read_jsonl(lines: Iterable[str]) -> Recording:
 _PROCESS: Final = 1
 
 
+def _lane_name(track: str, lane: int) -> str:
+    return f"{track} ({lane + 1} at once)" if lane else track
+
+
+def _fits(ends_ns: list[int], event: Event) -> bool:
+    """Whether `event` lies within the innermost of a lane's open spans, once those that ended are forgotten."""
+    while ends_ns and ends_ns[-1] <= event.start_ns:
+        ends_ns.pop()
+    return not ends_ns or event.end_ns <= ends_ns[-1]
+
+
+def _lanes(events: Iterable[Event]) -> dict[int, int]:
+    """A lane of its track for each event, so that spans of a lane lie within one another or apart: the format drops those that overlap otherwise."""
+    open_ends_ns: dict[str, list[list[int]]] = {}
+    lane_of: dict[int, int] = {}
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.end_ns)):
+        lanes = open_ends_ns.setdefault(event.track, [[]])
+        lane = 0
+        while lane < len(lanes) and not _fits(lanes[lane], event):
+            lane += 1
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane].append(event.end_ns)
+        lane_of[event.id] = lane
+    return lane_of
+
+
 def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
     """The run in the Trace Event format, which Perfetto and Chrome open: spans on their tracks, arrows for dependencies."""
-    tracks = {
-        name: number for number, name in enumerate(dict.fromkeys(event.track for event in run.events), _PROCESS + 1)
-    }
+    lane_of = _lanes(run.events)
+    order = {track: number for number, track in enumerate(dict.fromkeys(event.track for event in run.events))}
+    places = sorted({(order[event.track], event.track, lane_of[event.id]) for event in run.events})
+    tracks = {(track, lane): number for number, (_, track, lane) in enumerate(places, _PROCESS + 1)}
     zero_ns = min((event.start_ns for event in run.events), default=0)
     out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": _PROCESS, "args": {"name": process}}]
     out += [
-        {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": number, "args": {"name": name}}
-        for name, number in tracks.items()
+        {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": number, "args": {"name": _lane_name(track, lane)}}
+        for (track, lane), number in tracks.items()
     ]
     by_id = {event.id: event for event in run.events}
     arrow_ids = itertools.count(1)
     for event in run.events:
-        place = {"pid": _PROCESS, "tid": tracks[event.track], "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
+        tid = tracks[event.track, lane_of[event.id]]
+        place = {"pid": _PROCESS, "tid": tid, "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
         args = {
             key: value
             for key, value in event_json(event).items()
@@ -458,7 +487,8 @@ def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
                 arrow = {"name": "after", "cat": "kvtier", "id": next(arrow_ids), "pid": _PROCESS}
                 # The arrow leaves from inside the span: the format binds it to the slice that encloses its time.
                 left_ns = max(other.start_ns, other.end_ns - 1)
-                out.append(arrow | {"ph": "s", "tid": tracks[other.track], "ts": (left_ns - zero_ns) / 1000})
+                from_tid = tracks[other.track, lane_of[other_id]]
+                out.append(arrow | {"ph": "s", "tid": from_tid, "ts": (left_ns - zero_ns) / 1000})
                 out.append(arrow | {"ph": "f", "bp": "e", "tid": place["tid"], "ts": place["ts"]})
     return {
         "traceEvents": out,
