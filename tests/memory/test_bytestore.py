@@ -17,7 +17,15 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvtier.errors import ConfigError
-from kvtier.memory.base import ByteStore, ByteStoreError, NoRoomError, PutResult, StillLeasedError
+from kvtier.memory.base import (
+    ByteStore,
+    ByteStoreError,
+    KeyConflictError,
+    NoRoomError,
+    PutResult,
+    StillLeasedError,
+    StoreClosedError,
+)
 from kvtier.memory.bytestore import MemoryByteStore, same_bytes, take_value
 from kvtier.policy.registry import policy_names
 from kvtier.testing.bytestore_machine import bytestore_machine
@@ -411,6 +419,21 @@ def test_close_with_a_deadline_that_is_none_does_not_wait(deadline_s: float) -> 
             store.close(deadline_s)
 
     assert ends(close)
+
+
+def test_a_value_over_the_capacity_is_refused_before_it_is_copied() -> None:
+    store = MemoryByteStore(100)
+    store.put(b"key", b"value")
+    huge = memoryview(np.broadcast_to(np.uint8(1), (1 << 50,)))
+    with pytest.raises(NoRoomError, match="larger than the whole capacity"):
+        store.put(b"huge", huge)
+    with pytest.raises(KeyConflictError):
+        store.put(b"key", huge)
+    stats = store.stats()
+    assert (stats.records, stats.used_bytes, stats.no_room, stats.conflicts) == (1, 5, 1, 1)
+    store.close(0)
+    with pytest.raises(StoreClosedError):
+        store.put(b"huge", huge)
 
 
 # -- fork ----------------------------------------------------------------------------------------------------------------

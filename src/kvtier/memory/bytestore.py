@@ -273,25 +273,26 @@ class MemoryByteStore(ByteStore):
 
     def put(self, key: Key, value: Buffer) -> PutResult:
         _check_key(key)
-        taken = take_value(value)
-        present = self._alone(self._put, key, taken)
+        value_bytes = len(value) if type(value) is bytes else memoryview(value).nbytes
+        # What is larger than the store is refused by its length: a copy of it might not fit into memory.
+        taken = take_value(value) if value_bytes <= self._capacity_bytes else b""
+        present = self._alone(self._put, key, taken, value_bytes)
         if present is None:
             return PutResult.STORED
         # Values never change, so they are compared without the lock.
-        same = same_bytes(present.value, taken)
+        same = present.value_bytes == value_bytes and same_bytes(present.value, taken)
         self._alone(self._count_repeat, same)
         if same:
             return PutResult.UNCHANGED
         raise KeyConflictError(
-            f"key {key.hex()} already holds {present.value_bytes} other bytes than the {len(taken)} given: delete it first, or put what differs under another key"
+            f"key {key.hex()} already holds {present.value_bytes} other bytes than the {value_bytes} given: delete it first, or put what differs under another key"
         )
 
-    def _put(self, key: Key, taken: Buffer) -> _Record | None:
+    def _put(self, key: Key, taken: Buffer, value_bytes: int) -> _Record | None:
         """What stands under `key` already, else None, and `taken` stands there."""
         self._check_open()
         present = self._records.get(key)
         if present is None:
-            value_bytes = len(taken)
             self._admit(key, value_bytes)
             self._records[key] = _Record(taken, value_bytes)
             self._used_bytes += value_bytes
