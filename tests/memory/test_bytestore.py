@@ -9,6 +9,7 @@ import time
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvtier.memory.base import (
     ByteStore,
     ByteStoreError,
     KeyConflictError,
+    LeaseOwner,
     NoRoomError,
     PutResult,
     StillLeasedError,
@@ -434,6 +436,73 @@ def test_a_value_over_the_capacity_is_refused_before_it_is_copied() -> None:
     store.close(0)
     with pytest.raises(StoreClosedError):
         store.put(b"huge", huge)
+
+
+# -- interrupts ----------------------------------------------------------------------------------------------------------
+
+
+def a_store_in_use(policy: str) -> tuple[MemoryByteStore, LeaseOwner]:
+    store = MemoryByteStore(50, policy=policy)
+    for number in range(5):
+        store.put(b"%d" % number, bytes(10))
+    owner = store.owner("engine")
+    owner.lease(b"0", "load-0")
+    owner.lease(b"1", "load-1")
+    return store, owner
+
+
+OPERATIONS: dict[str, Callable[[MemoryByteStore, LeaseOwner], object]] = {
+    "put": lambda store, _: store.put(b"large", bytes(25)),
+    "get": lambda store, _: store.get(b"2"),
+    "delete": lambda store, _: store.delete(b"2"),
+    "lease": lambda _, owner: owner.lease(b"2", "load-0"),
+    "release": lambda _, owner: owner.release("load-0"),
+    "close owner": lambda _, owner: owner.close(),
+}
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_interrupted_anywhere_leaves_a_sound_store(operation: str, policy: str) -> None:
+    """At each line of the store and its policy in turn."""
+    interrupted = 0
+    while True:
+        store, owner = a_store_in_use(policy)
+        left = interrupted
+
+        def interrupt(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_name in ("_alone", "_end") or "kvtier" not in frame.f_code.co_filename:
+                return interrupt
+            if event == "line":
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            OPERATIONS[operation](store, owner)
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        stats = store.stats()
+        held = {info.key for info in store.leases()}
+        assert stats.used_bytes == sum(record.value_bytes for record in store._records.values()) <= 50
+        assert {key for key in store._records if store._policy.__contains__(key)} == set(store._records)
+        assert len(store._policy) == stats.records
+        assert (stats.leased_records, stats.leased_bytes) == (len(held), 10 * len(held))
+        assert store.put(b"new", bytes(20)) is PutResult.STORED, "a store that cannot evict is of no use"
+        assert held <= set(store._records)
+        owner.close()
+        assert not store.leases()
+        store.close(0)
+        assert (len(store), store.used_bytes) == (0, 0)
+    assert interrupted > 5
 
 
 # -- fork ----------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ buffer that tells its pool. So the lock lets its own thread in again, `_alone` k
 is refused, except for releases: those are noted, and ended by the next operation. Values that leave the store are let go of after the lock. An owner
 that is collected is noted in the same way.
 
+**Interrupts.** An exception that is no refusal (a Ctrl-C, say) may end an operation half-way. The next one then makes all counts and the order anew
+from the records and the leases; which record was used when is forgotten.
+
 **Fork.** A fork waits for the operations under way, so that the child has a sound copy of the store, leases included, and not a lock held by a thread
 that it doesn't have. From then on they are two stores.
 """
@@ -217,6 +220,7 @@ class MemoryByteStore(ByteStore):
         self._lock = threading.RLock()
         _stores[id(self)] = self
         self._inside = False
+        self._torn = False
         self._lease_ended = threading.Condition(self._lock)
         self._records: dict[Key, _Record] = {}
         self._used_bytes = 0
@@ -261,13 +265,46 @@ class MemoryByteStore(ByteStore):
                 )
             self._inside = True
             try:
+                if self._torn:
+                    self._mend()
+                self._torn = True
                 while self._ended:
-                    self._end_now(*self._ended.popleft())
-                return work(*args, **kwargs)
+                    self._end_now(*self._ended[0])
+                    self._ended.popleft()
+                result = work(*args, **kwargs)
+                self._torn = False
+                return result
+            except ByteStoreError:  # refused, before anything changed
+                self._torn = False
+                raise
             finally:
                 self._inside = False
                 # Kept until the lock is free: what lent these values may ask the store when they go.
                 _until_free, self._gone = self._gone, []
+
+    def _mend(self) -> None:
+        """Make all that is derived again, from what is stored and who leases it: an interrupt or the like ended an operation half-way."""
+        self._used_bytes = sum(record.value_bytes for record in self._records.values())
+        for record in self._records.values():
+            record.lease_count = 0
+        self._lease_count = 0
+        for book in self._owners.values():
+            book.scopes = {}
+            book.held = {
+                lease_id: held for lease_id, held in book.held.items() if self._records.get(held.key) is held.record
+            }
+            self._lease_count += len(book.held)
+            for lease_id, held in book.held.items():
+                held.record.lease_count += 1
+                book.scopes.setdefault(held.scope, set()).add(lease_id)
+        leased = [record for record in self._records.values() if record.lease_count]
+        self._leased_records, self._leased_bytes = len(leased), sum(record.value_bytes for record in leased)
+        sizes = [RecordInfo(record.value_bytes) for record in self._records.values()]
+        policy = make_policy(self._policy.name, self._capacity_bytes)
+        policy.fill(tuple(self._records), sizes.__getitem__, self._clock_s())
+        self._policy = policy
+        if self._closing:
+            self._finish_close()
 
     # -- values ----------------------------------------------------------------------------------------------------------
 
