@@ -1,9 +1,10 @@
 """The recorder: what it keeps, when a run is valid, and its files."""
 
+import gc
 import io
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -353,3 +354,41 @@ def test_spans_that_nest_stay_on_one_track() -> None:
         pass
     trace = rec.chrome_trace(recorder.finish())["traceEvents"]
     assert [event["args"]["name"] for event in trace if event["name"] == "thread_name"] == ["t"]
+
+
+def test_a_finalizer_may_end_its_span_while_the_recorder_is_at_work() -> None:
+    """The collector may run while the recorder makes its answer, and with it an abandoned generator that holds a span."""
+
+    class CollectedMeanwhile(rec.Recorder):
+        def _snapshot(self) -> rec.Recording:
+            gc.collect()
+            return super()._snapshot()
+
+    recorder = CollectedMeanwhile()
+
+    def step(cycle: list[object]) -> Iterator[None]:
+        with recorder.span("step"):
+            yield
+        cycle.clear()
+
+    def abandon() -> None:
+        cycle: list[object] = []
+        steps = step(cycle)
+        cycle.append(steps)
+        next(steps)
+
+    runs: list[rec.Recording] = []
+
+    def work() -> None:
+        gc.disable()
+        try:
+            abandon()
+            runs.append(recorder.snapshot())
+        finally:
+            gc.enable()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [(len(run.events), run.open_spans) for run in runs] == [(1, 0)]

@@ -120,7 +120,7 @@ class Recorder:
         self._events_max = events_max
         self._clock_ns = clock_ns
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of this thread may end a span in the middle of another call
         self._events: list[Event] = []
         self._open: set[int] = set()
         self._dropped = 0
