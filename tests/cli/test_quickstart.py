@@ -1,15 +1,24 @@
 """The quickstart: its files, its checks, and that each check can fail."""
 
+import asyncio
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.cli import quickstart_demo as demo
 from kvtier.cli.main import main
+from kvtier.record.envelope import Buffer, Identity
+from kvtier.record.errors import RecordKeyError
+from kvtier.tier.remote.channel import EncodedRecord, FetchedRecord, RecordChannel
+from kvtier.tier.remote.connector import Status, StatusCode
+from kvtier.tier.remote.memory import MemoryConnector
 
 
 def run(output: Path, *arguments: str) -> int:
@@ -125,3 +134,95 @@ def test_it_needs_no_engine_no_torch_and_no_numba(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+class DamagesWhatItStores(MemoryConnector):
+    async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
+        return await super().put_bytes(key, bytes(value)[:-1] + b"?")
+
+
+class StoresNothing(MemoryConnector):
+    async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
+        return Status.ok()
+
+
+class LosesItsConnection(MemoryConnector):
+    async def get_bytes(self, key: bytes) -> Status[memoryview]:
+        if key in (b"state", b"span"):  # under these names only the checks of the store's promises ask
+            return Status.failed(StatusCode.TIMEOUT, "no answer")
+        return await super().get_bytes(key)
+
+
+class CannotLease(MemoryConnector):
+    def owner(self, name: str) -> Any:
+        raise RuntimeError("no leases here")
+
+
+class CannotEncode(RecordChannel):
+    def encode(self, identity: Identity, raw: Buffer) -> EncodedRecord:
+        raise ValueError("no encoder here")
+
+
+class NamesTheWrongThing(RecordChannel):
+    def decode(self, fetched: FetchedRecord, out: memoryview | None = None) -> memoryview:
+        if fetched.identity.generation != demo.GENERATION:
+            raise RecordKeyError("another key")
+        return super().decode(fetched, out)
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        (demo.Parts(connector=DamagesWhatItStores), "round_trip"),
+        (demo.Parts(connector=StoresNothing), "round_trip"),
+        (demo.Parts(channel=CannotEncode), "round_trip"),
+        (demo.Parts(connector=LosesItsConnection), "duplicate_is_no_op"),
+        (demo.Parts(connector=CannotLease), "protected_admission"),
+        (demo.Parts(channel=NamesTheWrongThing), "wrong_generation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_whatever_a_broken_part_raises_the_promise_is_named_and_is_exit_code_1(
+    parts: demo.Parts,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(demo._SABOTAGE, "round_trip", parts)
+    assert run(tmp_path / "demo", "--break", "round_trip") == 1
+    assert f"invariant failed: {named}:" in capsys.readouterr().err
+    assert json.loads((tmp_path / "demo" / "evidence.json").read_text())["failed"] == named
+
+
+def test_files_that_cannot_be_written_are_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not 1: nothing was found out about any promise."""
+
+    def full(path: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run(tmp_path / "demo") == 2
+    assert "No space left" in capsys.readouterr().err
+    assert run(tmp_path / "other", "--break", "round_trip") == 1, "what was found out counts for more"
+    assert "invariant failed: round_trip" in capsys.readouterr().err
+
+
+def test_a_stored_checksum_that_was_changed_is_found(tmp_path: Path) -> None:
+    """The demo changes the payload and the sum that the head keeps of it; this is that it does."""
+    changed: list[str] = []
+
+    class Sees(RecordChannel):
+        def decode(self, fetched: FetchedRecord, out: memoryview | None = None) -> memoryview:
+            arm = demo.Arm("identity", demo.Parts())
+            name = fetched.identity.key.decode()
+            sound = arm.packed(name)
+            where = [at for at, (one, other) in enumerate(zip(sound, fetched.record, strict=True)) if one != other]
+            changed.append("payload" if where[0] >= len(sound) - len(demo.RECORDS[name]) else "head")
+            return super().decode(fetched, out)
+
+    asyncio.run(demo.corrupt_checksum(demo.Arm("identity", demo.Parts(channel=Sees))))
+    assert changed.count("head") == len(demo.RECORDS)
+    assert changed.count("payload") == 2 * len(demo.RECORDS)

@@ -56,3 +56,18 @@ def test_what_is_no_recording_is_exit_code_2(
     assert main(["trace", str(tmp_path / "missing.jsonl")]) == 2
     assert "missing.jsonl: No such file" in capsys.readouterr().err
     assert main(["trace", str(recording), "--output", str(tmp_path / "no" / "trace.json")]) == 2
+
+
+@pytest.mark.parametrize(
+    "noise", [b"\xff\xfe\0" * 100 + b"\n", b'{"type":"event","id":1,"name":"\xff"}\n', b"[" * 100_000 + b"\n"]
+)
+def test_bytes_that_are_no_text_are_exit_code_2_where_a_torn_end_is_1(
+    noise: bytes, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = recording.read_bytes()
+    recording.write_bytes(noise + whole)
+    assert main(["trace", str(recording)]) == 2
+    assert "line 1" in capsys.readouterr().err
+    head, event, *_ = whole.splitlines(keepends=True)
+    recording.write_bytes(head + event + noise.rstrip())
+    assert main(["trace", str(recording)]) == 1

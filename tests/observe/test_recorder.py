@@ -1,14 +1,18 @@
 """The recorder: what it keeps, when a run is valid, and its files."""
 
+import gc
 import io
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.observe import recorder as rec
 
@@ -240,3 +244,151 @@ def test_stages_are_summed_up() -> None:
     assert list(stages) == ["store", "evict"]
     assert stages["store"] == rec.Stage(100, pytest.approx(5050e-6), 50, 99, 1000, 500, 300)
     assert stages["evict"] == rec.Stage(1, 0, 0, 0, 0, 0, 0)
+
+
+def one_line(**changes: Any) -> list[str]:
+    """A valid run of one event, as lines, with `changes` to the event."""
+    run = rec.Recording((rec.Event(1, "encode", 1, 2, "t"),), 0, 0, True)
+    head, event, end = written(run)
+    return [head, json.dumps(json.loads(event) | changes) + "\n", end]
+
+
+def test_the_line_to_be_changed_is_valid() -> None:
+    assert rec.problems_of(rec.read_jsonl(one_line())) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": "1"},
+        {"id": [1]},
+        {"id": 1.5},
+        {"name": None},
+        {"name": 5},
+        {"start_ns": "1"},
+        {"start_ns": None},
+        {"start_ns": float("nan")},
+        {"end_ns": float("inf")},
+        {"track": ["t"]},
+        {"parent": "1"},
+        {"after": "1"},
+        {"after": [[1]]},
+        {"after": None},
+        {"raw_bytes": None},
+        {"stored_bytes": "5"},
+        {"moved_bytes": True},
+        {"attrs": 5},
+        {"attrs": {"codec": [1]}},
+        {"colour": 1},
+    ],
+    ids=str,
+)
+def test_an_event_of_other_types_is_no_recording(changes: dict[str, Any]) -> None:
+    with pytest.raises(rec.RecordingError, match="line 2"):
+        rec.read_jsonl(one_line(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"events": True},
+        {"events": "1"},
+        {"dropped": None},
+        {"dropped": "0"},
+        {"open_spans": None},
+        {"finished": "no"},
+        {"finished": 1},
+    ],
+    ids=str,
+)
+def test_an_end_line_of_other_types_is_no_recording(changes: dict[str, Any]) -> None:
+    *lines, end = one_line()
+    with pytest.raises(rec.RecordingError, match="line 3"):
+        rec.read_jsonl([*lines, json.dumps(json.loads(end) | changes) + "\n"])
+
+
+@pytest.mark.parametrize("missing", ["events", "dropped", "open_spans", "finished"])
+def test_an_end_line_that_does_not_say_all_is_no_recording(missing: str) -> None:
+    *lines, end = one_line()
+    said = json.loads(end)
+    del said[missing]
+    with pytest.raises(rec.RecordingError, match="line 3"):
+        rec.read_jsonl([*lines, json.dumps(said) + "\n"])
+
+
+def test_lines_nested_without_end_are_no_recording() -> None:
+    with pytest.raises(rec.RecordingError, match="line 1"):
+        rec.read_jsonl(["[" * 100_000 + "\n"])
+
+
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.sampled_from(["one", "two"])), max_size=25)
+
+
+@given(spans)
+def test_spans_that_overlap_on_a_track_get_lanes_in_which_they_nest(drawn: list[tuple[int, int, str]]) -> None:
+    """Perfetto drops a complete event that overlaps another of its thread without lying within it; coroutines of one thread do that."""
+    events = tuple(
+        rec.Event(number, f"span {number}", 1000 * start, 1000 * (start + length), track)
+        for number, (start, length, track) in enumerate(drawn, 1)
+    )
+    trace = rec.chrome_trace(rec.Recording(events, 0, 0, True))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert len(set(names.values())) == len(names)
+    shown = [event for event in trace if event["ph"] == "X"]
+    assert {event["args"]["id"] for event in shown} == {event.id for event in events if event.end_ns > event.start_ns}
+    by_id = {event.id: event for event in events}
+    for event in shown:
+        assert names[event["tid"]].startswith(by_id[event["args"]["id"]].track)
+    for one in shown:
+        for other in shown:
+            if one is not other and one["tid"] == other["tid"] and one["ts"] <= other["ts"] < one["ts"] + one["dur"]:
+                inner = other["ts"] + other["dur"] <= one["ts"] + one["dur"]
+                assert inner or (one["ts"] == other["ts"] and one["dur"] <= other["dur"])
+
+
+def test_spans_that_nest_stay_on_one_track() -> None:
+    recorder = rec.Recorder(clock_ns=Clock())
+    with recorder.span("whole", track="t"), recorder.span("part", track="t"), recorder.span("part of it", track="t"):
+        pass
+    with recorder.span("next", track="t"):
+        pass
+    trace = rec.chrome_trace(recorder.finish())["traceEvents"]
+    assert [event["args"]["name"] for event in trace if event["name"] == "thread_name"] == ["t"]
+
+
+def test_a_finalizer_may_end_its_span_while_the_recorder_is_at_work() -> None:
+    """The collector may run while the recorder makes its answer, and with it an abandoned generator that holds a span."""
+
+    class CollectedMeanwhile(rec.Recorder):
+        def _snapshot(self) -> rec.Recording:
+            gc.collect()
+            return super()._snapshot()
+
+    recorder = CollectedMeanwhile()
+
+    def step(cycle: list[object]) -> Iterator[None]:
+        with recorder.span("step"):
+            yield
+        cycle.clear()
+
+    def abandon() -> None:
+        cycle: list[object] = []
+        steps = step(cycle)
+        cycle.append(steps)
+        next(steps)
+
+    runs: list[rec.Recording] = []
+
+    def work() -> None:
+        gc.disable()
+        try:
+            abandon()
+            runs.append(recorder.snapshot())
+        finally:
+            gc.enable()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [(len(run.events), run.open_spans) for run in runs] == [(1, 0)]

@@ -552,3 +552,29 @@ def test_one_loop_is_compiled_whatever_memory_it_is_given() -> None:
     for source in (raw, bytearray(raw), memoryview(raw), memoryview(bytearray(raw))):
         encode_record(codec, WHO, source)
     assert len(getattr(split, "signatures", [])) == compiled
+
+
+# -- where decoded bytes go ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["identity", "zstd", "bf16_split"])
+def test_a_target_counts_its_bytes_whatever_its_shape_and_must_be_writable(name: str) -> None:
+    raw = kv(1, 16, 3, 64)
+    head, payload = encode_record(make_codec(name), WHO, raw)
+    target = bytearray(len(raw))
+    back = decode_record(head, payload, memoryview(target).cast("I", (2, len(raw) // 8)))
+    assert bytes(target) == bytes(back) == raw
+    for unfit in (bytearray(4 * len(raw)), bytearray(len(raw) - 4)):
+        with pytest.raises(RecordLengthError):
+            decode_record(head, payload, memoryview(unfit).cast("I"))
+    with pytest.raises(RecordLengthError, match="contiguous"):
+        decode_record(head, payload, memoryview(bytearray(2 * len(raw)))[::2])
+    with pytest.raises(CodecError, match="read-only"):
+        decode_record(head, payload, memoryview(bytes(len(raw))))
+
+
+def test_a_namespace_of_lossy_records_cannot_be_taken_for_exact_ones() -> None:
+    lossy = RecordCodec(b"model", make_codec("fp8", allow_lossy=True))
+    for codec in (make_codec("identity"), make_codec("fp8", allow_lossy=True)):
+        with pytest.raises(RecordNamespaceError, match="lossy"):
+            RecordCodec(lossy.namespace, codec)

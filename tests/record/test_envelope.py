@@ -1,6 +1,8 @@
 """The envelope: exact sizes, one typed error for each thing that can be wrong, both placements."""
 
 import dataclasses
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -229,7 +231,7 @@ def test_fuzz_heads_of_a_faulty_writer_with_sums_that_fit(data: st.DataObject) -
 
 @pytest.mark.parametrize("changes", [{"generation": -1}, {"group": -1}, {"rank": -1}])
 def test_negative_counts_are_refused_before_they_are_written(changes: dict[str, int]) -> None:
-    with pytest.raises(err.RecordError, match="negative"):
+    with pytest.raises(err.RecordError, match="0 to"):
         env.seal_slot(bytearray(4096), dataclasses.replace(WHO, **changes), 0)
 
 
@@ -279,3 +281,79 @@ GOLDEN = (
     "67726f757001a472616e6b03a5636f646563a86964656e74697479a6706172616d7380a372617706a77261775f73756d"
     "cfa1669530aa735bcea373756dcfa1669530aa735bce9553ba713eeda02c"
 )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"namespace": "text"},
+        {"key": "text"},
+        {"key": bytearray(b"changes")},
+        {"key": None},
+        {"generation": True},
+        {"generation": 1.0},
+        {"generation": "1"},
+        {"generation": np.int64(1)},
+        {"generation": 1 << 64},
+        {"group": 1 << 64},
+        {"rank": -1},
+        {"rank": None},
+    ],
+    ids=str,
+)
+def test_an_identity_that_no_reader_could_read_is_not_written(changes: dict[str, Any]) -> None:
+    slot = bytearray(4096)
+    with pytest.raises(err.RecordError, match=next(iter(changes))) as caught:
+        env.seal_slot(slot, dataclasses.replace(WHO, **changes), 0)
+    assert type(caught.value) is err.RecordError
+    assert not any(slot)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"raw_bytes": -1},
+        {"raw_bytes": 1 << 64},
+        {"payload_bytes": -1},
+        {"payload_bytes": 1 << 64},
+        {"raw_sum": -1},
+        {"payload_sum": 1 << 64},
+        {"codec": 5},
+        {"codec": "\ud800"},
+        {"codec_params": {"level": None}},
+        {"codec_params": {"level": [1]}},
+        {"codec_params": {"level": 1 << 64}},
+        {"codec_params": {"level": "\ud800"}},
+        {"codec_params": {1: 1}},
+    ],
+    ids=str,
+)
+def test_a_head_that_no_reader_could_read_is_not_written(changes: dict[str, Any]) -> None:
+    head = msgspec.structs.replace(env.head_for(WHO, PAYLOAD), **changes)
+    with pytest.raises(err.RecordError) as caught:
+        env.encode_head(head)
+    assert type(caught.value) is err.RecordError
+
+
+def test_metadata_nested_deeper_than_the_stack_left_is_a_damaged_head() -> None:
+    body = bytearray(env.encode_head(env.head_for(WHO, PAYLOAD)))[:-8]
+    body[24] += 1
+    body += b"\xa1z" + b"\x91" * 300 + b"\xc0"
+    body[12:16] = (len(body) - 24).to_bytes(4, "little")
+    record = bytes(body) + env.xxh3(body).to_bytes(8, "little")
+    assert env.decode_head(record).identity == WHO
+
+    def deep(frames: int) -> None:
+        if frames:
+            deep(frames - 1)
+        else:
+            env.decode_head(record)
+
+    frames = sys.getrecursionlimit() - len(inspect.stack()) - 150
+    with pytest.raises(err.RecordHeadError, match="not readable"):
+        deep(frames)
+
+
+def test_a_slot_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(err.RecordError, match="read-only"):
+        env.seal_slot(bytes(4096), WHO, 10)

@@ -61,11 +61,8 @@ class CountsFirstDimension(MemoryByteStore):
 
 
 class ReleasesEverything(MemoryByteStore):
-    def _release_scope(self, owner_id: int, scope: str) -> int:
-        return sum(
-            super(ReleasesEverything, self)._release_scope(owner_id, each)
-            for each in list(self._owners[owner_id].scopes)
-        )
+    def _leases_of(self, owner_id: int, what: int | str | None) -> tuple[int, ...]:
+        return super()._leases_of(owner_id, None if isinstance(what, str) else what)
 
 
 class DeletesLeased(MemoryByteStore):

@@ -50,12 +50,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--break {args.broken} is no invariant: use one of {', '.join(demo.INVARIANTS)}")
     prepare(args.output)
     result = demo.run(args.broken)
-    (args.output / "evidence.json").write_text(json.dumps(result.evidence(), indent=2) + "\n")
+    files = {"evidence.json": json.dumps(result.evidence(), indent=2) + "\n"}
+    if result.failure is None:
+        files["summary.json"] = json.dumps(result.summary(), indent=2) + "\n"
+        files["events.jsonl"] = "".join(json.dumps(line) + "\n" for line in result.events())
+    try:
+        for name, text in files.items():
+            (args.output / name).write_text(text)
+    except OSError as error:
+        unwritten = f"--output {args.output} cannot be written: {error.strerror}"
+        if result.failure is None:
+            raise ConfigError(unwritten) from error
+        print(f"kvtier: {unwritten}", file=sys.stderr)
     if result.failure is not None:
         print(f"invariant failed: {result.failure.invariant}: {result.failure}", file=sys.stderr)
         return 1
-    (args.output / "summary.json").write_text(json.dumps(result.summary(), indent=2) + "\n")
-    (args.output / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in result.events()))
     print(
         f"{'arm':<9} {'record':<6} {'raw':>6} = {'payload':>7} + {'metadata':>8} + {'framing':>7} -> {'stored':>6}  raw/stored"
     )

@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from kvtier.observe.recorder import problems_of, read_jsonl, stages_of, write_chrome_trace
 
     try:
-        with args.recording.open() as lines:
+        # What is no text becomes an escape that JSON does not know.
+        with args.recording.open(encoding="utf-8", errors="backslashreplace") as lines:
             recorded = read_jsonl(lines)
         if args.output is not None:
             write_chrome_trace(recorded, args.output)

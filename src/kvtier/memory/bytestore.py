@@ -19,17 +19,26 @@ Fortran-ordered inputs are copied, in C order. A view's length is its bytes, wha
 were evicted while a reader still holds a view of them, the copies that a put makes before it is admitted, and the rest of a
 buffer of which a slice was borrowed. Size a process by measuring it, not by this number.
 
-**Leases of an owner that is gone.** The collector may run anywhere, also where this lock is held, so a finalizer only notes the owner; the next
-operation ends its leases.
+**Finalizers.** The collector may run anywhere, also in the middle of an operation, and with it what others wrote: a handle that releases its lease, a
+buffer that tells its pool. So the lock lets its own thread in again, `_alone` knows whether an operation is under way, and what is asked from inside one
+is refused, except for releases: those are noted, and ended by the next operation. Values that leave the store are let go of after the lock. An owner
+that is collected is noted in the same way.
+
+**Interrupts.** An exception that is no refusal (a Ctrl-C, say) may end an operation half-way. The next one then makes all counts and the order anew
+from the records and the leases; which record was used when is forgotten.
+
+**Fork.** A fork waits for the operations under way, so that the child has a sound copy of the store, leases included, and not a lock held by a thread
+that it doesn't have. From then on they are two stores.
 """
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 import msgspec
 
@@ -57,6 +66,11 @@ _COMPARE_STEP_BYTES: Final = 1 << 16
 # An owner that is collected while `close` waits cannot wake it: it looks this often.
 _CLOSE_STEP_S: Final = 0.05
 _HOLDERS_SHOWN: Final = 8
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# What of an owner's leases ends: one by its number, those of a scope, or all with the owner (None).
+_What = int | str | None
 
 
 class _Record(msgspec.Struct, eq=False, gc=False):
@@ -146,7 +160,7 @@ class _MemoryLease(Lease):
         return self._view
 
     def release(self) -> None:
-        self._owner._store._release(self._owner._id, self._id)
+        self._owner._store._end(self._owner._id, self._id)
 
 
 class _MemoryOwner(LeaseOwner):
@@ -156,7 +170,7 @@ class _MemoryOwner(LeaseOwner):
         self._store = store
         self._id = owner_id
         self._name = name
-        weakref.finalize(self, store._ended_owners.append, owner_id).atexit = False
+        weakref.finalize(self, store._ended.append, (owner_id, None)).atexit = False
 
     @property
     def name(self) -> str:
@@ -166,10 +180,10 @@ class _MemoryOwner(LeaseOwner):
         return self._store._lease(self, key, scope)
 
     def release(self, scope: str) -> int:
-        return self._store._release_scope(self._id, scope)
+        return self._store._end(self._id, scope)
 
     def close(self) -> int:
-        return self._store._close_owner(self._id)
+        return self._store._end(self._id, None)
 
 
 class MemoryByteStore(ByteStore):
@@ -190,10 +204,12 @@ class MemoryByteStore(ByteStore):
         records_max: int = RECORDS_MAX_DEFAULT,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        if capacity_bytes <= 0:
-            raise ConfigError(f"capacity_bytes is {capacity_bytes}: MEMORY needs at least 1 byte")
-        if records_max <= 0:
-            raise ConfigError(f"records_max is {records_max}: MEMORY needs room for at least 1 record")
+        if type(capacity_bytes) is not int or capacity_bytes <= 0:
+            raise ConfigError(f"capacity_bytes is {capacity_bytes!r}: MEMORY needs a whole number of bytes, at least 1")
+        if type(records_max) is not int or records_max <= 0:
+            raise ConfigError(
+                f"records_max is {records_max!r}: MEMORY needs room for a whole number of records, at least 1"
+            )
         try:
             self._policy = make_policy(policy, capacity_bytes)
         except ValueError as error:
@@ -201,12 +217,16 @@ class MemoryByteStore(ByteStore):
         self._capacity_bytes = capacity_bytes
         self._records_max = records_max
         self._clock_s = clock_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        _stores[id(self)] = self
+        self._inside = False
+        self._torn = False
         self._lease_ended = threading.Condition(self._lock)
         self._records: dict[Key, _Record] = {}
         self._used_bytes = 0
         self._owners: dict[int, _OwnerBook] = {}
-        self._ended_owners: deque[int] = deque()
+        self._ended: deque[tuple[int, _What]] = deque()
+        self._gone: list[_Record] = []
         self._next_id = 0
         self._lease_count = 0
         self._leased_records = 0
@@ -236,32 +256,91 @@ class MemoryByteStore(ByteStore):
     def __len__(self) -> int:
         return len(self._records)
 
+    def _alone(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` with the lock, after what ended meanwhile. Raises ByteStoreError where this thread is inside an operation already."""
+        with self._lock:
+            if self._inside:
+                raise ByteStoreError(
+                    "MEMORY was asked by a finalizer that runs in the middle of another operation: only releases may be done there"
+                )
+            self._inside = True
+            try:
+                if self._torn:
+                    self._mend()
+                self._torn = True
+                while self._ended:
+                    self._end_now(*self._ended[0])
+                    self._ended.popleft()
+                result = work(*args, **kwargs)
+                self._torn = False
+                return result
+            except ByteStoreError:  # refused, before anything changed
+                self._torn = False
+                raise
+            finally:
+                self._inside = False
+                # Kept until the lock is free: what lent these values may ask the store when they go.
+                _until_free, self._gone = self._gone, []
+
+    def _mend(self) -> None:
+        """Make all that is derived again, from what is stored and who leases it: an interrupt or the like ended an operation half-way."""
+        self._used_bytes = sum(record.value_bytes for record in self._records.values())
+        for record in self._records.values():
+            record.lease_count = 0
+        self._lease_count = 0
+        for book in self._owners.values():
+            book.scopes = {}
+            book.held = {
+                lease_id: held for lease_id, held in book.held.items() if self._records.get(held.key) is held.record
+            }
+            self._lease_count += len(book.held)
+            for lease_id, held in book.held.items():
+                held.record.lease_count += 1
+                book.scopes.setdefault(held.scope, set()).add(lease_id)
+        leased = [record for record in self._records.values() if record.lease_count]
+        self._leased_records, self._leased_bytes = len(leased), sum(record.value_bytes for record in leased)
+        sizes = [RecordInfo(record.value_bytes) for record in self._records.values()]
+        policy = make_policy(self._policy.name, self._capacity_bytes)
+        policy.fill(tuple(self._records), sizes.__getitem__, self._clock_s())
+        self._policy = policy
+        if self._closing:
+            self._finish_close()
+
     # -- values ----------------------------------------------------------------------------------------------------------
 
     def put(self, key: Key, value: Buffer) -> PutResult:
-        if type(key) is not bytes:
-            raise ByteStoreError(f"a key is bytes, {key!r} is {type(key).__name__}: encode it first")
-        taken = take_value(value)
-        value_bytes = len(taken)
-        with self._lock:
-            self._check_open()
-            present = self._records.get(key)
-            if present is None:
-                self._admit(key, value_bytes)
-                self._records[key] = _Record(taken, value_bytes)
-                self._used_bytes += value_bytes
-                self._stored += 1
-                return PutResult.STORED
+        _check_key(key)
+        value_bytes = len(value) if type(value) is bytes else memoryview(value).nbytes
+        # What is larger than the store is refused by its length: a copy of it might not fit into memory.
+        taken = take_value(value) if value_bytes <= self._capacity_bytes else b""
+        present = self._alone(self._put, key, taken, value_bytes)
+        if present is None:
+            return PutResult.STORED
         # Values never change, so they are compared without the lock.
-        same = same_bytes(present.value, taken)
-        with self._lock:
-            if same:
-                self._unchanged += 1
-                return PutResult.UNCHANGED
-            self._conflicts += 1
+        same = present.value_bytes == value_bytes and same_bytes(present.value, taken)
+        self._alone(self._count_repeat, same)
+        if same:
+            return PutResult.UNCHANGED
         raise KeyConflictError(
             f"key {key.hex()} already holds {present.value_bytes} other bytes than the {value_bytes} given: delete it first, or put what differs under another key"
         )
+
+    def _put(self, key: Key, taken: Buffer, value_bytes: int) -> _Record | None:
+        """What stands under `key` already, else None, and `taken` stands there."""
+        self._check_open()
+        present = self._records.get(key)
+        if present is None:
+            self._admit(key, value_bytes)
+            self._records[key] = _Record(taken, value_bytes)
+            self._used_bytes += value_bytes
+            self._stored += 1
+        return present
+
+    def _count_repeat(self, same: bool) -> None:
+        if same:
+            self._unchanged += 1
+        else:
+            self._conflicts += 1
 
     def _admit(self, key: Key, value_bytes: int) -> None:
         """Make room for `key` and enter it into the policy, or raise NoRoomError with nothing changed."""
@@ -303,52 +382,64 @@ class MemoryByteStore(ByteStore):
         return self._records[key].lease_count > 0
 
     def _drop(self, key: Key, now_s: float, *, evicted: bool) -> None:
-        self._used_bytes -= self._records.pop(key).value_bytes
+        record = self._records.pop(key)
+        self._gone.append(record)
+        self._used_bytes -= record.value_bytes
         self._policy.remove(key, now_s, evicted=evicted)
 
     def get(self, key: Key) -> memoryview | None:
-        with self._lock:
-            if self._closing or self._ended_owners:
-                self._check_open()
-            record = self._records.get(key)
-            if record is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            self._policy.access(key, self._clock_s())
-        return memoryview(record.value)
+        _check_key(key)
+        record = self._alone(self._used, key)
+        return None if record is None else memoryview(record.value)
+
+    def _used(self, key: Key) -> _Record | None:
+        """The record of `key`, which is used now; None where it is missed."""
+        self._check_open()
+        record = self._records.get(key)
+        if record is None:
+            self._misses += 1
+            return None
+        self._hits += 1
+        self._policy.access(key, self._clock_s())
+        return record
 
     def exists(self, key: Key) -> bool:
-        with self._lock:
-            self._check_open()
-            return key in self._records
+        _check_key(key)
+        return self._alone(self._exists, key)
+
+    def _exists(self, key: Key) -> bool:
+        self._check_open()
+        return key in self._records
 
     def delete(self, key: Key) -> bool:
-        with self._lock:
-            self._check_open()
-            record = self._records.get(key)
-            if record is None:
-                return False
-            if record.lease_count:
-                holders = [info for info in self._lease_infos() if info.key == key]
-                raise RecordLeasedError(f"key {key.hex()} cannot be deleted: {_shown(holders)}", holders)
-            self._drop(key, self._clock_s(), evicted=False)
-            self._deleted += 1
-            return True
+        _check_key(key)
+        return self._alone(self._delete, key)
+
+    def _delete(self, key: Key) -> bool:
+        self._check_open()
+        record = self._records.get(key)
+        if record is None:
+            return False
+        if record.lease_count:
+            holders = [info for info in self._lease_infos() if info.key == key]
+            raise RecordLeasedError(f"key {key.hex()} cannot be deleted: {_shown(holders)}", holders)
+        self._drop(key, self._clock_s(), evicted=False)
+        self._deleted += 1
+        return True
 
     # -- leases ----------------------------------------------------------------------------------------------------------
 
     def owner(self, name: str) -> LeaseOwner:
-        with self._lock:
-            self._check_open()
-            self._next_id += 1
-            self._owners[self._next_id] = _OwnerBook(name)
-            return _MemoryOwner(self, self._next_id, name)
+        return self._alone(self._new_owner, name)
+
+    def _new_owner(self, name: str) -> LeaseOwner:
+        self._check_open()
+        self._next_id += 1
+        self._owners[self._next_id] = _OwnerBook(name)
+        return _MemoryOwner(self, self._next_id, name)
 
     def leases(self) -> Sequence[LeaseInfo]:
-        with self._lock:
-            self._end_lost_owners()
-            return self._lease_infos()
+        return self._alone(self._lease_infos)
 
     def _lease_infos(self) -> list[LeaseInfo]:
         now_s = self._clock_s()
@@ -360,70 +451,72 @@ class MemoryByteStore(ByteStore):
         ]
 
     def _lease(self, owner: _MemoryOwner, key: Key, scope: str) -> Lease | None:
-        with self._lock:
-            self._check_open()
-            book = self._owners.get(owner._id)
-            if book is None:
-                raise ByteStoreError(f"owner {owner.name!r} is closed and takes no more leases: make a new one")
-            record = self._records.get(key)
-            if record is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            now_s = self._clock_s()
-            self._policy.access(key, now_s)
-            if record.lease_count == 0:
-                self._leased_records += 1
-                self._leased_bytes += record.value_bytes
-            record.lease_count += 1
-            self._lease_count += 1
-            self._next_id += 1
-            book.held[self._next_id] = _Held(key, record, scope, now_s)
-            book.scopes.setdefault(scope, set()).add(self._next_id)
-            return _MemoryLease(owner, self._next_id, key, memoryview(record.value))
+        _check_key(key)
+        if type(scope) is not str:
+            raise ByteStoreError(f"a scope is a name, {scope!r} is {type(scope).__name__}")
+        return self._alone(self._new_lease, owner, key, scope)
 
-    def _release(self, owner_id: int, lease_id: int) -> None:
-        with self._lock:
-            book = self._owners.get(owner_id)
-            if book is not None and lease_id in book.held:
-                scope = book.held[lease_id].scope
-                book.scopes[scope].discard(lease_id)
-                if not book.scopes[scope]:
-                    del book.scopes[scope]
-                self._end(book, (lease_id,))
+    def _new_lease(self, owner: _MemoryOwner, key: Key, scope: str) -> Lease | None:
+        self._check_open()
+        book = self._owners.get(owner._id)
+        if book is None:
+            raise ByteStoreError(f"owner {owner.name!r} is closed and takes no more leases: make a new one")
+        record = self._used(key)
+        if record is None:
+            return None
+        if record.lease_count == 0:
+            self._leased_records += 1
+            self._leased_bytes += record.value_bytes
+        record.lease_count += 1
+        self._lease_count += 1
+        self._next_id += 1
+        book.held[self._next_id] = _Held(key, record, scope, self._clock_s())
+        book.scopes.setdefault(scope, set()).add(self._next_id)
+        return _MemoryLease(owner, self._next_id, key, memoryview(record.value))
 
-    def _release_scope(self, owner_id: int, scope: str) -> int:
+    def _end(self, owner_id: int, what: _What) -> int:
+        """End leases now, or with the next operation where this thread is inside one; how many there are."""
         with self._lock:
-            book = self._owners.get(owner_id)
-            return 0 if book is None else self._end(book, book.scopes.pop(scope, ()))
+            if self._inside:
+                self._ended.append((owner_id, what))
+                return len(self._leases_of(owner_id, what))
+        return self._alone(self._end_now, owner_id, what)
 
-    def _close_owner(self, owner_id: int) -> int:
-        with self._lock:
-            book = self._owners.pop(owner_id, None)
-            return 0 if book is None else self._end(book, tuple(book.held))
+    def _leases_of(self, owner_id: int, what: _What) -> tuple[int, ...]:
+        book = self._owners.get(owner_id)
+        if book is None:
+            return ()
+        if what is None:
+            return tuple(book.held)
+        if isinstance(what, str):
+            return tuple(book.scopes.get(what, ()))
+        return (what,) if what in book.held else ()
 
-    def _end(self, book: _OwnerBook, lease_ids: "set[int] | tuple[int, ...]") -> int:
+    def _end_now(self, owner_id: int, what: _What) -> int:
+        lease_ids = self._leases_of(owner_id, what)
+        book = self._owners.get(owner_id)
+        if book is None:
+            return 0
         for lease_id in lease_ids:
-            record = book.held.pop(lease_id).record
-            record.lease_count -= 1
-            if record.lease_count == 0:
+            held = book.held.pop(lease_id)
+            in_scope = book.scopes[held.scope]
+            in_scope.discard(lease_id)
+            if not in_scope:
+                del book.scopes[held.scope]
+            held.record.lease_count -= 1
+            if held.record.lease_count == 0:
                 self._leased_records -= 1
-                self._leased_bytes -= record.value_bytes
+                self._leased_bytes -= held.record.value_bytes
         self._lease_count -= len(lease_ids)
+        if what is None:
+            del self._owners[owner_id]
         if self._closing:
             self._finish_close()
         return len(lease_ids)
 
-    def _end_lost_owners(self) -> None:
-        while self._ended_owners:
-            book = self._owners.pop(self._ended_owners.popleft(), None)
-            if book is not None:
-                self._end(book, tuple(book.held))
-
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        self._end_lost_owners()
         if self._closing:
             raise StoreClosedError("the MEMORY store is closed: open a new one")
 
@@ -438,43 +531,72 @@ class MemoryByteStore(ByteStore):
         self._lease_ended.notify_all()
 
     def close(self, deadline_s: float) -> None:
-        with self._lock:
-            self._closing = True
-            until_s = self._clock_s() + deadline_s
-            while True:
-                self._end_lost_owners()
-                self._finish_close()
-                if not self._lease_count:
-                    return
-                left_s = until_s - self._clock_s()
-                if left_s <= 0:
-                    holders = self._lease_infos()
-                    raise StillLeasedError(
-                        f"MEMORY could not close within {deadline_s:g} s: {_shown(holders)}. Everything goes once the last is released",
-                        holders,
-                    )
-                self._lease_ended.wait(min(left_s, _CLOSE_STEP_S))
+        until_s = self._clock_s() + deadline_s
+        while not self._alone(self._try_close):
+            left_s = until_s - self._clock_s()
+            if not left_s > 0:  # a deadline that is no number has passed too
+                holders = self.leases()
+                if not holders:
+                    continue
+                raise StillLeasedError(
+                    f"MEMORY could not close within {deadline_s:g} s: {_shown(holders)}. Everything goes once the last is released",
+                    holders,
+                )
+            with self._lease_ended:
+                if self._lease_count:
+                    self._lease_ended.wait(min(left_s, _CLOSE_STEP_S))
+
+    def _try_close(self) -> bool:
+        self._closing = True
+        self._finish_close()
+        return not self._lease_count
 
     def stats(self) -> ByteStoreStats:
         """What was counted."""
-        with self._lock:
-            self._end_lost_owners()
-            return ByteStoreStats(
-                records=len(self._records),
-                used_bytes=self._used_bytes,
-                leased_records=self._leased_records,
-                leased_bytes=self._leased_bytes,
-                hits=self._hits,
-                misses=self._misses,
-                stored=self._stored,
-                unchanged=self._unchanged,
-                evicted=self._evicted,
-                deleted=self._deleted,
-                conflicts=self._conflicts,
-                no_room=self._no_room,
-            )
+        return self._alone(self._stats)
+
+    def _stats(self) -> ByteStoreStats:
+        return ByteStoreStats(
+            records=len(self._records),
+            used_bytes=self._used_bytes,
+            leased_records=self._leased_records,
+            leased_bytes=self._leased_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            stored=self._stored,
+            unchanged=self._unchanged,
+            evicted=self._evicted,
+            deleted=self._deleted,
+            conflicts=self._conflicts,
+            no_room=self._no_room,
+        )
+
+
+def _check_key(key: Key) -> None:
+    if type(key) is not bytes:
+        raise ByteStoreError(f"a key is bytes, {key!r} is {type(key).__name__}: encode it first")
 
 
 def _shown(holders: Sequence[LeaseInfo]) -> str:
     more = len(holders) - _HOLDERS_SHOWN
     return "; ".join(str(info) for info in holders[:_HOLDERS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+# Every store of this process, and those whose locks the forking thread holds.
+_stores: "weakref.WeakValueDictionary[int, MemoryByteStore]" = weakref.WeakValueDictionary()
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    _forking.stores = [store for ref in _stores.valuerefs() if (store := ref()) is not None]
+    for store in _forking.stores:
+        store._lock.acquire()
+
+
+def _after_fork() -> None:
+    for store in _forking.stores:
+        store._lock.release()
+    del _forking.stores
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -41,7 +41,7 @@ class RecordingError(KVTierError):
     """A recording was used wrongly or cannot be read."""
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A span that ended, or an event, whose `start_ns` and `end_ns` are equal.
 
     Attributes:
@@ -120,7 +120,7 @@ class Recorder:
         self._events_max = events_max
         self._clock_ns = clock_ns
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of this thread may end a span in the middle of another call
         self._events: list[Event] = []
         self._open: set[int] = set()
         self._dropped = 0
@@ -378,13 +378,22 @@ def write_jsonl(run: Recording, out: IO[str]) -> None:
         out.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
+class _End(msgspec.Struct, frozen=True):
+    """The last line of a recording, all of which it must say."""
+
+    events: int
+    dropped: int
+    open_spans: int
+    finished: bool
+
+
 def read_jsonl(lines: Iterable[str]) -> Recording:
     """The run that `write_jsonl` wrote. Without its end line it is read as one that was not finished.
 
     Raises RecordingError for lines that are no recording.
     """
     events: list[Event] = []
-    end: dict[str, Any] = {}
+    end: _End | None = None
     started = False
     for number, text in enumerate(lines, 1):
         try:
@@ -396,43 +405,71 @@ def read_jsonl(lines: Iterable[str]) -> Recording:
                         f"the recording is of version {line['version']}, this code reads {FORMAT_VERSION}"
                     )
                 started = True
-            elif kind == "event" and started and not end:
-                events.append(Event(**(line | {"after": tuple(line["after"])})))
-            elif kind == "end" and started and not end:
-                end = line
+            elif kind == "event" and started and end is None:
+                events.append(msgspec.convert(line, Event))
+            elif kind == "end" and started and end is None:
+                end = msgspec.convert(line, _End)
             else:
                 raise RecordingError(f"line {number} of the recording is a {kind!r} where none belongs")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if text.endswith("\n"):
                 raise RecordingError(f"line {number} of the recording is not readable: {error}") from error
             break  # a run that was killed leaves a torn last line
     if not started:
         raise RecordingError("the recording has no head line: it is empty or something else")
-    whole = end.get("events") == len(events)
-    return Recording(
-        tuple(events), end.get("dropped", 0), end.get("open_spans", 0), bool(end.get("finished")) and whole
-    )
+    if end is None:
+        return Recording(tuple(events), 0, 0, finished=False)
+    return Recording(tuple(events), end.dropped, end.open_spans, end.finished and end.events == len(events))
 
 
 # A track whose number is its process's is shown as the main thread: none of ours is.
 _PROCESS: Final = 1
 
 
+def _lane_name(track: str, lane: int) -> str:
+    return f"{track} ({lane + 1} at once)" if lane else track
+
+
+def _fits(ends_ns: list[int], event: Event) -> bool:
+    """Whether `event` lies within the innermost of a lane's open spans, once those that ended are forgotten."""
+    while ends_ns and ends_ns[-1] <= event.start_ns:
+        ends_ns.pop()
+    return not ends_ns or event.end_ns <= ends_ns[-1]
+
+
+def _lanes(events: Iterable[Event]) -> dict[int, int]:
+    """A lane of its track for each event, so that spans of a lane lie within one another or apart: the format drops those that overlap otherwise."""
+    open_ends_ns: dict[str, list[list[int]]] = {}
+    lane_of: dict[int, int] = {}
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.end_ns)):
+        lanes = open_ends_ns.setdefault(event.track, [[]])
+        lane = 0
+        while lane < len(lanes) and not _fits(lanes[lane], event):
+            lane += 1
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane].append(event.end_ns)
+        lane_of[event.id] = lane
+    return lane_of
+
+
 def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
     """The run in the Trace Event format, which Perfetto and Chrome open: spans on their tracks, arrows for dependencies."""
-    tracks = {
-        name: number for number, name in enumerate(dict.fromkeys(event.track for event in run.events), _PROCESS + 1)
-    }
+    lane_of = _lanes(run.events)
+    order = {track: number for number, track in enumerate(dict.fromkeys(event.track for event in run.events))}
+    places = sorted({(order[event.track], event.track, lane_of[event.id]) for event in run.events})
+    tracks = {(track, lane): number for number, (_, track, lane) in enumerate(places, _PROCESS + 1)}
     zero_ns = min((event.start_ns for event in run.events), default=0)
     out: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": _PROCESS, "args": {"name": process}}]
     out += [
-        {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": number, "args": {"name": name}}
-        for name, number in tracks.items()
+        {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": number, "args": {"name": _lane_name(track, lane)}}
+        for (track, lane), number in tracks.items()
     ]
     by_id = {event.id: event for event in run.events}
     arrow_ids = itertools.count(1)
     for event in run.events:
-        place = {"pid": _PROCESS, "tid": tracks[event.track], "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
+        tid = tracks[event.track, lane_of[event.id]]
+        place = {"pid": _PROCESS, "tid": tid, "cat": "kvtier", "ts": (event.start_ns - zero_ns) / 1000}
         args = {
             key: value
             for key, value in event_json(event).items()
@@ -450,7 +487,8 @@ def chrome_trace(run: Recording, process: str = "kvtier") -> dict[str, Any]:
                 arrow = {"name": "after", "cat": "kvtier", "id": next(arrow_ids), "pid": _PROCESS}
                 # The arrow leaves from inside the span: the format binds it to the slice that encloses its time.
                 left_ns = max(other.start_ns, other.end_ns - 1)
-                out.append(arrow | {"ph": "s", "tid": tracks[other.track], "ts": (left_ns - zero_ns) / 1000})
+                from_tid = tracks[other.track, lane_of[other_id]]
+                out.append(arrow | {"ph": "s", "tid": from_tid, "ts": (left_ns - zero_ns) / 1000})
                 out.append(arrow | {"ph": "f", "bp": "e", "tid": place["tid"], "ts": place["ts"]})
     return {
         "traceEvents": out,

@@ -263,7 +263,7 @@ def decode_record(
 ) -> memoryview:
     """The raw bytes of a record whose envelope was verified, checked against the head's sum unless the codec is lossy.
 
-    With `out`, a writable byte view as long as the raw bytes, they are put there. Without it, an identity payload is given as it is,
+    With `out`, a writable contiguous view of as many bytes, they are put there. Without it, an identity payload is given as it is,
     and anything else in memory of its own, of at most `raw_bytes_max`. Raises CodecError, RecordLengthError, RecordChecksumError.
     """
     view = byte_view(payload)
@@ -276,12 +276,15 @@ def decode_record(
                 f"the record says it had {head.raw_bytes} raw bytes, at most {raw_bytes_max} are allowed: raise raw_bytes_max"
             )
         out = memoryview(bytearray(head.raw_bytes))
-    elif len(out) != head.raw_bytes:
-        raise RecordLengthError(f"{len(out)} bytes were given for a record of {head.raw_bytes} raw bytes")
-    found.decode(view, head.codec_params, out)
+    target = byte_view(out)
+    if len(target) != head.raw_bytes:
+        raise RecordLengthError(f"{len(target)} bytes were given for a record of {head.raw_bytes} raw bytes")
+    if target.readonly:
+        raise CodecError(f"the view of {len(target)} bytes to decode into is read-only")
+    found.decode(view, head.codec_params, target)
     if found is IdentityCodec or found.lossy:
         return out
-    found_sum = xxh3(out)
+    found_sum = xxh3(target)
     if found_sum != head.raw_sum:
         raise RecordChecksumError(
             f"key {head.identity.key.hex()} decodes with {head.codec!r} to bytes that sum to {found_sum:016x}, its head says {head.raw_sum:016x}"
@@ -300,6 +303,12 @@ class RecordCodec:
 
     base_namespace: bytes
     codec: Codec
+
+    def __post_init__(self) -> None:
+        if LOSSY_MARK in self.base_namespace:
+            raise RecordNamespaceError(
+                f"namespace {self.base_namespace!r} is of lossy records already ({LOSSY_MARK.decode()!r} in it): give the one of exact records"
+            )
 
     @property
     def namespace(self) -> bytes:

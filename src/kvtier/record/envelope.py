@@ -64,6 +64,8 @@ FRAMING_BYTES: Final = _PREFIX.size + _SUM.size
 _METADATA_BYTES_MAX = HEAD_BYTES_MAX - FRAMING_BYTES
 _ZEROS = bytes(SLOT_ALIGN_BYTES)
 _NO_PARAMS: Mapping[str, Scalar] = MappingProxyType({})
+_COUNT_MAX: Final = (1 << 64) - 1
+_SCALARS: Final = frozenset((str, int, float, bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,27 +169,29 @@ def byte_view(buffer: Buffer) -> memoryview:
 def encode_head(head: RecordHead) -> bytes:
     """The head's bytes, at most HEAD_BYTES_MAX. The same head always gives the same bytes.
 
-    Raises HeadTooLargeError.
+    Raises HeadTooLargeError, and RecordError for what could not be read again.
     """
+    _check_writable(head)
     who = head.identity
-    if who.generation < 0 or who.group < 0 or who.rank < 0 or head.raw_bytes < 0:
+    try:
+        metadata = _encode_metadata(
+            _Metadata(
+                who.namespace,
+                who.key,
+                who.generation,
+                who.group,
+                who.rank,
+                head.codec,
+                dict(head.codec_params),
+                head.raw_bytes,
+                head.raw_sum,
+                head.payload_sum,
+            )
+        )
+    except (OverflowError, UnicodeEncodeError) as error:
         raise RecordError(
-            f"generation, group, rank and raw_bytes are counts, and one is negative: {who}, raw_bytes {head.raw_bytes}"
-        )
-    metadata = _encode_metadata(
-        _Metadata(
-            who.namespace,
-            who.key,
-            who.generation,
-            who.group,
-            who.rank,
-            head.codec,
-            dict(head.codec_params),
-            head.raw_bytes,
-            head.raw_sum,
-            head.payload_sum,
-        )
-    )
+            f"codec {head.codec!r} or its parameters {dict(head.codec_params)} cannot be written: {error}"
+        ) from error
     if len(metadata) > _METADATA_BYTES_MAX:
         raise HeadTooLargeError(
             f"the metadata of key {who.key.hex()[:64]} takes {len(metadata)} bytes of at most {_METADATA_BYTES_MAX}: "
@@ -196,6 +200,45 @@ def encode_head(head: RecordHead) -> bytes:
         )
     body = _PREFIX.pack(MAGIC, VERSION, 0, len(metadata), head.payload_bytes) + metadata
     return body + _SUM.pack(xxh3_64_intdigest(body))
+
+
+def check_identity_writable(who: Identity) -> None:
+    """Raise RecordError, which names the field, for an identity that a head cannot hold: text for bytes, or what is no count."""
+    for name, value in (("namespace", who.namespace), ("key", who.key)):
+        if type(value) is not bytes:
+            raise RecordError(f"{name} of a record is bytes, {value!r} is {type(value).__name__}: encode it first")
+    _check_counts({"generation": who.generation, "group": who.group, "rank": who.rank})
+
+
+def _check_counts(counts: Mapping[str, int]) -> None:
+    for name, value in counts.items():
+        if type(value) is not int or not 0 <= value <= _COUNT_MAX:
+            raise RecordError(f"{name} of a record is a whole number from 0 to 2**64 - 1, {value!r} is none")
+
+
+def _check_writable(head: RecordHead) -> None:
+    """Raise RecordError for a head that no reader could read. Encoding alone would write what decoding refuses."""
+    who = head.identity
+    generation, group, rank = who.generation, who.group, who.rank
+    raw_bytes, payload_bytes, raw_sum, payload_sum = head.raw_bytes, head.payload_bytes, head.raw_sum, head.payload_sum
+    # One pass for the sound ones. Joined by "or" the counts are in range exactly if each is.
+    if not (
+        type(who.key) is type(who.namespace) is bytes
+        and type(generation) is type(group) is type(rank) is int
+        and type(raw_bytes) is type(payload_bytes) is type(raw_sum) is type(payload_sum) is int
+        and 0 <= generation | group | rank | raw_bytes | payload_bytes | raw_sum | payload_sum <= _COUNT_MAX
+    ):
+        check_identity_writable(who)
+        _check_counts(
+            {"raw_bytes": raw_bytes, "payload_bytes": payload_bytes, "raw_sum": raw_sum, "payload_sum": payload_sum}
+        )
+    if type(head.codec) is not str:
+        raise RecordError(f"codec of a record is a name, {head.codec!r} is {type(head.codec).__name__}")
+    for name, value in head.codec_params.items():
+        if type(name) is not str or type(value) not in _SCALARS:
+            raise RecordError(
+                f"parameter {name!r} of codec {head.codec!r} is {value!r}: only text, numbers and truth values, by name, can be written"
+            )
 
 
 def decode_head(buffer: Buffer) -> RecordHead:
@@ -240,7 +283,7 @@ def _read_head(view: memoryview, expected: Identity | None = None) -> tuple[Reco
         )
     try:
         meta = _decode_metadata(view[_PREFIX.size : end])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RecordHeadError(
             f"the head's checksum is right and its metadata is not readable ({error}): its writer was at fault"
         ) from error
@@ -412,6 +455,8 @@ def seal_slot(
     must be writable, contiguous, and long enough (`slot_bytes`). Raises RecordLengthError, HeadTooLargeError.
     """
     view = _slot_view(slot, payload_bytes)
+    if view.readonly:
+        raise RecordError(f"a slot of {len(view)} bytes is read-only: nothing can be sealed in it")
     head = head_for(
         identity, view[:payload_bytes], codec=codec, codec_params=codec_params, raw_bytes=raw_bytes, raw_sum=raw_sum
     )

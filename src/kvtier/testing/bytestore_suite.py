@@ -442,6 +442,41 @@ class ByteStoreSuite(ABC):
         assert len(store) == len(present)
         assert store.used_bytes == sum(len(values[key]) for key in present) <= 600
 
+    def test_close_while_threads_work_ends_them_and_leaves_nothing(self, make: Callable[[int], ByteStore]) -> None:
+        keys = [b"%d" % number for number in range(8)]
+        values = {key: key * 20 for key in keys}
+        failures: list[BaseException] = []
+
+        def work(store: ByteStore, seed: int) -> None:
+            draw = random.Random(seed)
+            try:
+                with store.owner(f"thread-{seed}") as owner:
+                    while True:
+                        self._one_step(store, owner.lease, draw, keys, values, f"scope-{draw.randrange(3)}")
+                        owner.release(f"scope-{draw.randrange(3)}")
+            except StoreClosedError:
+                return
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
+                failures.append(error)
+
+        def close(store: ByteStore) -> None:
+            try:
+                store.close(60)
+            except BaseException as error:  # noqa: BLE001 - as above
+                failures.append(error)
+
+        for run in range(5):
+            store = make(100)
+            threads = [threading.Thread(target=work, args=(store, 10 * run + number)) for number in range(3)]
+            threads += [threading.Thread(target=close, args=(store,)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(120)
+            assert not any(thread.is_alive() for thread in threads)
+            assert not failures
+            assert (len(store), store.used_bytes, len(store.leases())) == (0, 0, 0)
+
     @staticmethod
     def _one_step(
         store: ByteStore,

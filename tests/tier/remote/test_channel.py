@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,16 +11,17 @@ from hypothesis import strategies as st
 from kvtier.memory.base import NoRoomError
 from kvtier.observe.recorder import Recorder, problems_of
 from kvtier.record.codecs import RecordCodec, make_codec
-from kvtier.record.envelope import Identity, xxh3
+from kvtier.record.envelope import Buffer, Identity, xxh3
 from kvtier.record.errors import (
     RecordChecksumError,
+    RecordError,
     RecordGenerationError,
     RecordKeyError,
     RecordMagicError,
     RecordNamespaceError,
 )
-from kvtier.tier.remote.channel import RecordChannel, record_name
-from kvtier.tier.remote.connector import ConnectorFeature, StatusCode, UnsupportedFeatureError
+from kvtier.tier.remote.channel import FetchedRecord, RecordChannel, record_name
+from kvtier.tier.remote.connector import ConnectorFeature, Status, StatusCode, UnsupportedFeatureError
 from kvtier.tier.remote.memory import MemoryConnector
 
 RAW = bytes(range(256)) * 16
@@ -158,3 +160,99 @@ def test_names_are_equal_only_for_equal_identities(one: Identity, other: Identit
     shifted = replace(one, namespace=one.namespace + b"x", key=one.key)
     assert record_name(shifted) != record_name(replace(one, key=b"x" + one.key))
     assert xxh3(record_name(one)) == xxh3(record_name(replace(one)))
+
+
+class FailsAs(MemoryConnector):
+    """Raises where a back end should answer, as a bug or a cancelled task does."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("fails")
+        self.error = error
+
+    async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
+        raise self.error
+
+    async def get_bytes(self, key: bytes) -> Status[memoryview]:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), asyncio.CancelledError()], ids=lambda error: type(error).__name__)
+def test_a_stage_that_is_ended_by_an_exception_is_recorded_and_the_run_is_valid(error: BaseException) -> None:
+    async def work() -> None:
+        recorder = Recorder()
+        connector = FailsAs(error)
+        connector.open()
+        records = RecordChannel(connector, RecordCodec(b"namespace", make_codec("zstd")), recorder)
+        identity = records.codec.identity(b"key")
+        encoded = records.encode(identity, RAW)
+        with pytest.raises(type(error)):
+            await records.put(encoded)
+        with pytest.raises(type(error)):
+            await records.fetch(identity)
+        assert (await records.store(replace(identity, namespace=b"other"), RAW)).code is StatusCode.INVALID
+        with pytest.raises(TypeError):
+            records.encode(identity, "text")  # type: ignore[arg-type]
+        fetched = FetchedRecord(identity, memoryview(encoded.record))
+        with pytest.raises(TypeError):
+            records.decode(fetched, "text")  # type: ignore[arg-type]
+        run = recorder.finish()
+        assert problems_of(run) == []
+        kind = type(error).__name__
+        assert [(event.name, event.attrs.get("error")) for event in run.events] == [
+            ("encode", None),
+            ("store", kind),
+            ("retrieve", kind),
+            ("encode", "namespace"),
+            ("encode", "TypeError"),
+            ("decode", "TypeError"),
+        ]
+
+    asyncio.run(work())
+
+
+def test_a_run_that_is_finished_meanwhile_does_not_end_the_work() -> None:
+    class Finishes(MemoryConnector):
+        async def put_bytes(self, key: bytes, value: Buffer) -> Status[None]:
+            recorder.finish()
+            return await super().put_bytes(key, value)
+
+    async def work() -> None:
+        connector = Finishes("test")
+        connector.open()
+        records = RecordChannel(connector, RecordCodec(b"namespace", make_codec("zstd")), recorder)
+        identity = records.codec.identity(b"key")
+        assert (await records.store(identity, RAW)).is_ok()
+        assert bytes((await records.retrieve(identity)).unwrap()) == RAW
+
+    recorder = Recorder()
+    asyncio.run(work())
+    assert recorder.snapshot().open_spans == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"namespace": b"n" * 256},
+        {"generation": 1 << 64},
+        {"generation": -1},
+        {"group": 1 << 32},
+        {"rank": 1 << 32},
+        {"rank": 1.0},
+        {"key": "text"},
+    ],
+    ids=str,
+)
+def test_an_identity_that_has_no_name_is_invalid(changes: dict[str, Any]) -> None:
+    async def work() -> None:
+        records = channel()
+        records = RecordChannel(
+            records.connector, RecordCodec(changes.get("namespace", b"namespace"), make_codec("zstd"))
+        )
+        identity = replace(records.codec.identity(b"key"), **changes)
+        for status in (await records.store(identity, RAW), await records.retrieve(identity)):
+            assert status.code is StatusCode.INVALID
+            assert next(iter(changes)) in status.detail
+
+    asyncio.run(work())
+    with pytest.raises(RecordError):
+        record_name(Identity(**({"namespace": b"namespace", "key": b"key"} | changes)))

@@ -234,6 +234,13 @@ def test_the_registry_finds_connectors_by_name(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("KVTIER_MEMORY_CAPACITY_BYTES", "1 GB")
         with pytest.raises(ConfigError, match="'1 GB'"):
             make_connector("MEMORY", "id", executor)
+        monkeypatch.setenv("KVTIER_MEMORY_CAPACITY_BYTES", "0")
+        with pytest.raises(ConfigError, match="capacity_bytes is 0"):
+            make_connector("MEMORY", "id", executor)
+        monkeypatch.setenv("KVTIER_MEMORY_CAPACITY_BYTES", "1")
+        monkeypatch.setenv("KVTIER_MEMORY_EVICTION_POLICY", "mru")
+        with pytest.raises(ConfigError, match=r"'mru'.*lru"):
+            make_connector("MEMORY", "id", executor)
 
 
 def test_batches_of_no_size_are_refused() -> None:

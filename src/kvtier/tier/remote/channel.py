@@ -5,27 +5,44 @@ what comes back must still say of itself that it is that record. Where it does n
 caller a miss, for the operator a count.
 """
 
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from struct import Struct
 from typing import Any
 
-from kvtier.observe.recorder import OFF, Recorder, Span
+from kvtier.observe.recorder import OFF, Recorder, RecordingError, Span
 from kvtier.record.codecs import RecordCodec
-from kvtier.record.envelope import Buffer, Identity, RecordHead, RecordSizes, pack, sizes_of, unpack
+from kvtier.record.envelope import (
+    Buffer,
+    Identity,
+    RecordHead,
+    RecordSizes,
+    check_identity_writable,
+    pack,
+    sizes_of,
+    unpack,
+)
 from kvtier.record.errors import RecordError
 from kvtier.tier.remote.connector import Connector, Status, StatusCode, UnsupportedFeatureError
 
-_NAME = Struct(">BQII")
+_NAME = struct.Struct(">BQII")
 
 
 def record_name(identity: Identity) -> bytes:
-    """The key of a record in a remote store: 17 bytes of lengths and numbers, then namespace and key."""
-    return (
-        _NAME.pack(len(identity.namespace), identity.generation, identity.group, identity.rank)
-        + identity.namespace
-        + identity.key
-    )
+    """The key of a record in a remote store: 17 bytes of lengths and numbers, then namespace and key.
+
+    Raises RecordError for an identity that no record can have, or with a namespace of more than 255 bytes, a group or rank of more than 32 bits.
+    """
+    check_identity_writable(identity)
+    try:
+        numbers = _NAME.pack(len(identity.namespace), identity.generation, identity.group, identity.rank)
+    except struct.error as error:
+        raise RecordError(
+            f"group {identity.group}, rank {identity.rank} and a namespace of {len(identity.namespace)} bytes have no name in a remote store: "
+            "use at most 2**32 - 1, 2**32 - 1 and 255"
+        ) from error
+    return numbers + identity.namespace + identity.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,41 +93,69 @@ class RecordChannel:
         self.recorder = recorder
         self._track = track or None
 
-    def _begin(self, stage: str, identity: Identity, after: int | None = None) -> Span:
-        """Called only while the recorder is on."""
+    def _begin(self, stage: str, identity: Identity, after: int | None = None) -> Span | None:
+        """Called only while the recorder is on. A run that is finished meanwhile records nothing more, and ends no work."""
         before: Sequence[int] = () if after is None else (after,)
-        return self.recorder.begin(stage, after=before, track=self._track, key=identity.key.hex())
+        with suppress(RecordingError):
+            return self.recorder.begin(stage, after=before, track=self._track, key=identity.key.hex())
+        return None
+
+    def _end(self, span: Span, **attrs: str) -> None:
+        with suppress(RecordingError):
+            self.recorder.end(span, **attrs)
+
+    def _fail(self, span: Span | None, error: BaseException) -> None:
+        """End a stage that an exception ended: a refusal, a fault, a task that was cancelled at its deadline."""
+        if span is not None:
+            self._end(span, error=error.what if isinstance(error, RecordError) else type(error).__name__)
 
     def encode(self, identity: Identity, raw: Buffer) -> EncodedRecord:
         """Encode and pack. Raises RecordError where identity or input do not fit the codec."""
+        record_name(identity)  # what has no name need not be encoded
         span = self._begin("encode", identity) if self.recorder.on else None
-        head, payload = self.codec.encode(identity, raw)
-        record = pack(head, payload)
+        try:
+            head, payload = self.codec.encode(identity, raw)
+            record = pack(head, payload)
+        except BaseException as error:
+            self._fail(span, error)
+            raise
         if span is not None:
             span.raw_bytes, span.stored_bytes = head.raw_bytes, len(record)
-            self.recorder.end(span, codec=head.codec)
+            self._end(span, codec=head.codec)
         return EncodedRecord(identity, record, head, None if span is None else span.id)
 
     async def put(self, encoded: EncodedRecord) -> Status[int | None]:
         """Store it: the connector's status, with the id of the stage where it is recorded."""
         span = self._begin("store", encoded.identity, encoded.stage) if self.recorder.on else None
-        status = await self.connector.put_bytes(record_name(encoded.identity), encoded.record)
+        try:
+            status = await self.connector.put_bytes(record_name(encoded.identity), encoded.record)
+        except BaseException as error:
+            self._fail(span, error)
+            raise
         if span is not None:
             span.raw_bytes, span.stored_bytes = encoded.head.raw_bytes, len(encoded.record)
             span.moved_bytes = len(encoded.record) if status.is_ok() else 0
-            self.recorder.end(span, status=status.code.value)
+            self._end(span, status=status.code.value)
         if not status.is_ok():
             return Status.failed(status.code, status.detail, status.error)
         return Status.ok(None if span is None else span.id)
 
     async def fetch(self, identity: Identity, after: int | None = None) -> Status[FetchedRecord]:
-        """The stored bytes of a record, after the stage `after`. Statuses as the connector's `get_bytes`."""
+        """The stored bytes of a record, after the stage `after`. Statuses as the connector's `get_bytes`, INVALID for an identity without a name."""
+        try:
+            name = record_name(identity)
+        except RecordError as error:
+            return Status.failed(StatusCode.INVALID, error=error)
         span = self._begin("retrieve", identity, after) if self.recorder.on else None
-        status = await self.connector.get_bytes(record_name(identity))
+        try:
+            status = await self.connector.get_bytes(name)
+        except BaseException as error:
+            self._fail(span, error)
+            raise
         view = status.value
         if span is not None:
             span.stored_bytes = span.moved_bytes = 0 if view is None else len(view)
-            self.recorder.end(span, status=status.code.value)
+            self._end(span, status=status.code.value)
         if view is None:
             return Status.failed(status.code, status.detail, status.error)
         return Status.ok(FetchedRecord(identity, view, None if span is None else span.id))
@@ -121,13 +166,12 @@ class RecordChannel:
         try:
             head, payload = self.unpack(fetched)
             raw = self.codec.decode(head, payload, fetched.identity, out)
-        except RecordError as error:
-            if span is not None:
-                self.recorder.end(span, error=error.what)
+        except BaseException as error:
+            self._fail(span, error)
             raise
         if span is not None:
-            span.raw_bytes, span.stored_bytes = len(raw), len(fetched.record)
-            self.recorder.end(span, codec=head.codec)
+            span.raw_bytes, span.stored_bytes = raw.nbytes, len(fetched.record)
+            self._end(span, codec=head.codec)
         return raw
 
     def unpack(self, fetched: FetchedRecord) -> tuple[RecordHead, memoryview]:

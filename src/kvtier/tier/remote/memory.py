@@ -36,6 +36,8 @@ class MemoryConnector(Connector[Key, memoryview]):
         capacity_bytes: bound of the stored bytes.
         policy: name of the eviction policy.
         close_deadline_s: how long `close` waits for leases to end, in seconds.
+
+    Raises ConfigError for settings that cannot work.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class MemoryConnector(Connector[Key, memoryview]):
         self._policy = policy
         self._close_deadline_s = close_deadline_s
         self._store: MemoryByteStore | None = None
+        MemoryByteStore(capacity_bytes, policy=policy)  # refuses what `open` would fail on
 
     @classmethod
     def from_envs(cls, conn_id: str, executor: Executor, **kwargs: Any) -> "MemoryConnector":
