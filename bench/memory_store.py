@@ -54,6 +54,24 @@ def put_evict_us(policy: str) -> dict[int, float]:
     return {records: statistics.median(values) for records, values in times.items()}
 
 
+def put_evict_leased_us(policy: str) -> float:
+    """Among 10,000 records of which the oldest half is leased."""
+    store = filled(10_000, bytes(64), policy)
+    times = []
+    with store.owner("bench") as owner:
+        leases = [owner.lease(number.to_bytes(32, "little")) for number in range(5_000)]
+        for number in range(5_000, 10_000):
+            store.get(number.to_bytes(32, "little"))
+        for step in range(ROUNDS):
+            keys = [(step * STEP + number + 1).to_bytes(32, "big") for number in range(STEP)]
+            start = time.thread_time()
+            for key in keys:
+                store.put(key, bytes(64))
+            times.append((time.thread_time() - start) / STEP * 1e6)
+        assert len(leases) == 5_000
+    return statistics.median(times)
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -78,6 +96,7 @@ def main() -> None:
         "load_average": round(os.getloadavg()[0], 1),
         "get_4kib_us": round(get_us(args.policy), 2),
         "put_evict_us": {str(records): round(value, 2) for records, value in puts.items()},
+        "put_evict_half_leased_us": round(put_evict_leased_us(args.policy), 2),
         "put_evict_ratio": round(puts[1_000_000] / puts[10_000], 2),
         "beside_payload_bytes": round(beside),
     }

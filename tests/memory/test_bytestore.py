@@ -385,7 +385,9 @@ def test_a_finalizer_within_an_operation_is_refused_what_it_cannot_have() -> Non
 # -- inputs that cannot be meant -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["key", bytearray(b"key"), memoryview(bytearray(b"key")), None, [1]], ids=repr)
+@pytest.mark.parametrize(
+    "key", ["key", bytearray(b"key"), memoryview(bytearray(b"key")), None, [1]], ids=lambda key: type(key).__name__
+)
 def test_a_key_that_is_not_bytes_is_refused_by_every_operation(key: Any) -> None:
     store = MemoryByteStore(10)
     owner = store.owner("reader")

@@ -30,6 +30,27 @@ def test_leased_are_passed_over() -> None:
     assert order_of("lru", frozenset({b"b", b"c"})) == b"da"
 
 
+def test_lru_does_not_meet_the_same_leases_at_every_search() -> None:
+    policy = make_policy("lru", 4000)
+    leased, asked = {b"held%d" % number for number in range(1000)}, 0
+
+    def is_leased(key: Key) -> bool:
+        nonlocal asked
+        asked += 1
+        return key in leased
+
+    for key in [*sorted(leased), *(b"old%d" % number for number in range(1000))]:
+        policy.insert(key, RecordInfo(1), 0.0)
+    for number in range(3000):
+        victim = next(policy.candidates(1.0, is_leased))
+        assert victim == (b"old%d" % number if number < 1000 else b"new%d" % (number - 1000))
+        policy.remove(victim, 1.0, evicted=True)
+        policy.insert(b"new%d" % number, RecordInfo(1), 1.0)
+    assert asked < 2 * (3000 + 3 * len(leased)), "each is met once in a round of all records"
+    leased.clear()
+    assert len(set(policy.candidates(2.0, is_leased))) == 2000, "none is forgotten"
+
+
 def test_sieve_keeps_its_place_when_nothing_was_evicted() -> None:
     policy = make_policy("sieve", 10)
     for key in (b"a", b"b", b"c"):

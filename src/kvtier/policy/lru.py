@@ -8,13 +8,14 @@ from kvtier.policy.base import EvictionPolicy, Key, RecordInfo
 
 
 class LRUPolicy(EvictionPolicy):
-    """Evicts the record whose last use is longest ago."""
+    """Evicts the record whose last use is longest ago. A record that a search finds leased counts as used when the next one begins."""
 
     name: ClassVar[str] = "lru"
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
         self._order: OrderedDict[Key, None] = OrderedDict()
+        self._met: list[Key] = []
 
     def insert(self, key: Key, info: RecordInfo, now_s: float) -> None:
         self._order[key] = None
@@ -32,7 +33,16 @@ class LRUPolicy(EvictionPolicy):
         del self._order[key]
 
     def candidates(self, now_s: float, is_leased: Callable[[Key], bool], incoming: Key | None = None) -> Iterator[Key]:
-        return (key for key in self._order if not is_leased(key))
+        # Who holds a lease is using it: else every search would walk over all that are held for long.
+        met, self._met = self._met, []
+        for key in met:
+            if key in self._order:
+                self._order.move_to_end(key)
+        for key in self._order:
+            if is_leased(key):
+                self._met.append(key)
+            else:
+                yield key
 
     def __len__(self) -> int:
         return len(self._order)

@@ -43,6 +43,7 @@ class _Machine(RuleBasedStateMachine):
         self.leases: list[tuple[int, str, bytes, Lease]] = []
         self.views: list[tuple[memoryview, bytes]] = []
         self.closed_owners: set[int] = set()
+        self.met: list[bytes] = []
         self.closing = False
         self.steps = 0
 
@@ -57,6 +58,24 @@ class _Machine(RuleBasedStateMachine):
 
     def leased(self) -> set[bytes]:
         return {key for _, _, key, _ in self.leases}
+
+    def search(self, value_bytes: int) -> list[bytes]:
+        """What has to go for a value, least recently used first. What is leased is in use: met by one search, it counts as used at the next."""
+        victims: list[bytes] = []
+        short_bytes = self.used() + value_bytes - self.capacity_bytes
+        if short_bytes > 0:
+            for key in [key for key in self.met if key in self.values]:
+                self.values.move_to_end(key)
+            self.met.clear()
+        for key in list(self.values):
+            if short_bytes <= 0:
+                break
+            if key in self.leased():
+                self.met.append(key)
+            else:
+                victims.append(key)
+                short_bytes -= len(self.values[key])
+        return victims
 
     def let_go(self, gone: Callable[[int, str], bool]) -> int:
         before = len(self.leases)
@@ -78,16 +97,12 @@ class _Machine(RuleBasedStateMachine):
                 with pytest.raises(KeyConflictError):
                     self.store.put(key, kind(value))
             return
-        victims: list[bytes] = []
-        for candidate in self.values:
-            if self.used() - sum(len(self.values[victim]) for victim in victims) + len(value) <= self.capacity_bytes:
-                break
-            if candidate not in self.leased():
-                victims.append(candidate)
-        if self.used() - sum(len(self.values[victim]) for victim in victims) + len(value) > self.capacity_bytes:
+        leased_bytes = sum(len(self.values[held]) for held in self.leased())
+        if leased_bytes + len(value) > self.capacity_bytes:
             with pytest.raises(NoRoomError):
                 self.store.put(key, kind(value))
             return
+        victims = self.search(len(value))
         assert self.store.put(key, kind(value)) is PutResult.STORED
         for victim in victims:
             del self.values[victim]
