@@ -46,3 +46,20 @@ def test_the_command_line_is_light_to_import() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_output_that_cannot_be_written_is_exit_code_2_and_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvtier.cli.main", "config"],
+            env={"PYTHONPATH": str(Path(main.__file__).parents[2])},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvtier: ") and "No space left" in done.stderr
+    assert done.stderr.count("\n") == 1

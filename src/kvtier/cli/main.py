@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = args.run(args)
         assert isinstance(code, int)
+        sys.stdout.flush()
         return code
     except KVTierError as error:
         print(f"kvtier: {error}", file=sys.stderr)
@@ -41,8 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output is gone: say nothing more to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute()
         return 141
+    except OSError as error:  # our output cannot be written, or something else that a command did not foresee
+        _mute()
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+
+
+def _mute() -> None:
+    """Let what is still to be written go nowhere, or it would fail again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
