@@ -297,6 +297,36 @@ def test_a_new_generation_is_not_hindered_by_the_old_ones_files(tmp_path: Path) 
         one.close(WAIT_S)
 
 
+def open_plain(root: Path, **changes: object) -> SharedStore:
+    """A store of plain files, whose parts are of the generation in force, as in an engine."""
+    stores: list[SharedStore] = []
+    stores.append(
+        open_shared(
+            root,
+            trailer="off",
+            payload_bytes=lambda key: PART_BYTES - 512,
+            identity=lambda key: identity(key, stores[0].generation),
+            **changes,
+        )
+    )
+    return stores[0]
+
+
+def test_a_reset_that_fails_serves_no_older_file_as_of_the_new_generation(tmp_path: Path) -> None:
+    store = open_plain(tmp_path)
+    write_parts(store, {key_of(1): sealed(key_of(1), 1)})
+    in_the_way = store.layout.rank_directory(0, 7)
+    in_the_way.write_text("no directory can be made here")
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError, match="generation 7"):
+            store.reset(7)
+    assert store.generation == 0
+    in_the_way.unlink()
+    store.reset(7)
+    assert read_part(store, key_of(1), PART_BYTES)[0] is PartFailure.MISSING
+    assert store.close(WAIT_S)
+
+
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     store = open_shared(tmp_path)
     child = os.fork()

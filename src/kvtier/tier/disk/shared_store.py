@@ -188,8 +188,7 @@ class SharedStore(PartStore):
         base = layout.rank_directory(rank)
         try:
             base.mkdir(parents=True, exist_ok=True)
-            self._generation = _read_generation(base)
-            self._enter_generation()
+            self._enter_generation(_read_generation(base))
             self.direct_io, self.direct_io_reason = _probe(self._directory_path, direct=direct)
             self.links_work = _probe_links(self._directory_path)
         except OSError as exception:
@@ -206,10 +205,13 @@ class SharedStore(PartStore):
         # Small system calls on names that no transfer waits for: times of use, values.
         self._chores = ThreadPoolExecutor(1, "kvtier-disk-chores")
 
-    def _enter_generation(self) -> None:
-        self._directory_path = self.layout.rank_directory(self.rank, self._generation)
-        self._directory_path.mkdir(parents=True, exist_ok=True)
-        self._directory = os.fsencode(self._directory_path)
+    def _enter_generation(self, generation: int) -> None:
+        """Its directory comes first: where that cannot be made, nothing has changed, and no file is taken for one of another generation."""
+        directory = self.layout.rank_directory(self.rank, generation)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._generation = generation
+        self._directory_path = directory
+        self._directory = os.fsencode(directory)
         self._made = set()
 
     @property
@@ -445,12 +447,11 @@ class SharedStore(PartStore):
             try:
                 base = self.layout.rank_directory(self.rank)
                 _write_generation(base, max(generation + 1, _read_generation(base)))
+                self._enter_generation(generation)
             except OSError as exception:
                 raise StoreUnavailableError(
                     f"generation {generation} could not be made durable in {self.layout.root}: {exception}"
                 ) from exception
-            self._generation = generation
-            self._enter_generation()
             for write in self._writing.values():
                 write.deleted = True
             self._writing.clear()
