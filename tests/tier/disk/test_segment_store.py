@@ -348,6 +348,22 @@ def test_a_store_whose_reset_never_becomes_durable_can_be_closed(
     open_store(tmp_path).close(WAIT_S)
 
 
+def test_a_write_that_a_reset_overtakes_is_not_of_the_new_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    hash_of = segment_store._head_hash
+
+    def after_a_reset(buffer: memoryview) -> int:
+        store.reset(1)
+        return hash_of(buffer)
+
+    monkeypatch.setattr(segment_store, "_head_hash", after_a_reset)
+    assert write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)}) == {keys(1)[0]: PartFailure.CANCELLED}
+    assert list(store.entries()) == []
+    assert store.close(WAIT_S)
+
+
 def test_a_submit_that_raises_has_taken_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path, 16 * PAGE_BYTES)
     write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})

@@ -19,7 +19,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
-from kvtier.tier.disk.base import Key, PartFailure, PartStore, PartWrite
+from kvtier.tier.disk.base import Key, PartFailure, PartRead, PartStore, PartWrite
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.io import PAGE_BYTES, Op
 from kvtier.tier.disk.janitor import JanitorRules, sweep
@@ -324,6 +324,39 @@ def test_a_reset_that_fails_serves_no_older_file_as_of_the_new_generation(tmp_pa
     in_the_way.unlink()
     store.reset(7)
     assert read_part(store, key_of(1), PART_BYTES)[0] is PartFailure.MISSING
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("moment", ["waits for a delete", "submitted", "read"])
+def test_plain_bytes_of_before_a_reset_are_never_of_after_it(tmp_path: Path, moment: str) -> None:
+    io = FaultyIO(make_io("threads"))
+    store = open_plain(tmp_path, io=io)
+    key, part = key_of(1), sealed(key_of(1), 1)
+    write_parts(store, {key: part})
+    waiter = Waiter(1)
+    if moment == "waits for a delete":
+        io.rule = of_kind(Op.UNLINK, Fault(stalls=True))
+        store.delete([key])
+        store.submit_write([PartWrite(key, part)], waiter)
+        store.reset(1)
+        io.rule = lambda job: None
+        io.release()
+    else:
+        # The reset comes just after the store looked at what is in force.
+        name = "_start" if moment == "submitted" else "_identity"
+        before = getattr(store, name)
+
+        def after_a_reset(*arguments: object) -> object:
+            store.reset(1)
+            return before(*arguments)
+
+        setattr(store, name, after_a_reset)
+        if moment == "submitted":
+            store.submit_write([PartWrite(key, part)], waiter)
+        else:
+            store.submit_read([PartRead(key, part)], waiter)
+    assert set(waiter.failures().values()) <= {PartFailure.CANCELLED, PartFailure.MISSING}
+    assert not file_of(tmp_path, key, generation=1).exists()
     assert store.close(WAIT_S)
 
 

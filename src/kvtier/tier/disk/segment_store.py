@@ -621,6 +621,9 @@ class SegmentStore(PartStore):
         size = part.buffer.nbytes
         if self._read_only:
             return PartDone(part.key, PartFailure.IO, "the store was joined read-only")
+        if batch.generation != self._generation:
+            self._counts["writes_failed"] += 1
+            return PartDone(part.key, PartFailure.CANCELLED, "the store was reset")
         published = self._index.get(part.key)
         if published is not None:
             if published.stored_bytes == size and published.head_hash == head_hash:

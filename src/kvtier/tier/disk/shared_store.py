@@ -264,6 +264,10 @@ class SharedStore(PartStore):
     def _admit(self, part: PartWrite, batch: _Batch, lane: Lane, jobs: list[Job], *, room: bool) -> PartDone | None:
         """Under the lock: what becomes of one part. None where it is on its way."""
         size = part.buffer.nbytes
+        if batch.generation != self._generation:
+            # It waited over a reset: its bytes are of before.
+            self.stats.writes_failed += 1
+            return PartDone(part.key, PartFailure.CANCELLED, "the store was reset")
         if part.key in self._deleting:
             self._deleting[part.key].append((part, batch, lane))
             return None
@@ -543,6 +547,8 @@ class SharedStore(PartStore):
         if self._trailer == "off":
             assert self._identity is not None
             seal_slot(read.part.buffer, self._identity(key), read.payload_bytes)
+            if read.batch.generation != self._generation:
+                return PartDone(key, PartFailure.MISSING, "the store was reset")
         self._note_use(key, read.path)
         return PartDone(key)
 
