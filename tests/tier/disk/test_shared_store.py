@@ -19,9 +19,10 @@ from kvtier.identity.namespace import Namespace
 from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
+from kvtier.tier.disk import shared_store
 from kvtier.tier.disk.base import Key, PartFailure, PartRead, PartStore, PartWrite
 from kvtier.tier.disk.engines import make_io
-from kvtier.tier.disk.io import PAGE_BYTES, Op
+from kvtier.tier.disk.io import PAGE_BYTES, Op, aligned_buffer
 from kvtier.tier.disk.janitor import JanitorRules, sweep
 from kvtier.tier.disk.presence import SharedPresence
 from kvtier.tier.disk.shared_layout import SharedLayout, claim
@@ -357,6 +358,49 @@ def test_plain_bytes_of_before_a_reset_are_never_of_after_it(tmp_path: Path, mom
             store.submit_read([PartRead(key, part)], waiter)
     assert set(waiter.failures().values()) <= {PartFailure.CANCELLED, PartFailure.MISSING}
     assert not file_of(tmp_path, key, generation=1).exists()
+    assert store.close(WAIT_S)
+
+
+def test_a_key_that_the_layout_has_no_name_for_harms_no_other(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    part = PartWrite(key_of(1), sealed(key_of(1), 1))
+    with pytest.raises(ValueError, match="too short"):
+        store.submit_write([part, PartWrite(b"x", part.buffer)], lambda results: None)
+    assert store.flush(WAIT_S)
+    assert write_parts(store, {part.key: part.buffer}) == {part.key: None}
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no more maps")])
+def test_a_write_without_memory_for_its_copy_ends_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    store = open_shared(tmp_path)
+
+    def no_more(length_bytes: int) -> memoryview:
+        raise error
+
+    part = aligned_buffer(PART_BYTES + 512)[512:]
+    part[:] = sealed(key_of(1), 1)
+    monkeypatch.setattr(shared_store, "aligned_buffer", no_more)
+    failures = write_parts(store, {key_of(1): part})
+    assert failures == {key_of(1): PartFailure.IO if store.direct_io else None}
+    monkeypatch.undo()
+    assert write_parts(store, {key_of(1): part}) == {key_of(1): None}
+    assert store.close(WAIT_S)
+
+
+def test_a_root_that_does_not_answer_for_its_space_fails_writes_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: object) -> os.statvfs_result:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    store = open_shared(tmp_path, free_bytes_min=1)
+    monkeypatch.setattr(os, "statvfs", stale)
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): None}
+    store.delete([key_of(1)])
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): None}
     assert store.close(WAIT_S)
 
 

@@ -242,6 +242,10 @@ class SharedStore(PartStore):
         batch = _Batch(self, done, self._generation)
         if self._refused(parts, done):
             return batch
+        for part in parts:
+            # What raises for a key or a buffer that cannot be stored raises here, before anything was taken.
+            self.layout.path(self._directory, part.key)
+            address_of(part.buffer.cast("B")[: self._file_bytes(part)])
         self._start([(part, batch, lane) for part in parts])
         return batch
 
@@ -302,7 +306,11 @@ class SharedStore(PartStore):
         for job in jobs:
             write: _Write = job.tag
             if job.error == errno.ENOENT and not write.deleted:
-                writes.append(self._write_job(write))
+                try:
+                    writes.append(self._write_job(write))
+                except (OSError, MemoryError):
+                    job.error = errno.ENOMEM
+                    ended.append(job)
             elif job.error or write.deleted:
                 ended.append(job)
             else:
@@ -362,9 +370,13 @@ class SharedStore(PartStore):
             return True
         now_s = time.monotonic()
         if now_s >= self._space_at_s + _SPACE_PERIOD_S:
-            status = os.statvfs(self.layout.root)
-            self._space_ok = status.f_bavail * status.f_frsize >= self._free_bytes_min
             self._space_at_s = now_s
+            try:
+                status = os.statvfs(self.layout.root)
+            except OSError:
+                # The write itself will say what is wrong.
+                return True
+            self._space_ok = status.f_bavail * status.f_frsize >= self._free_bytes_min
         return self._space_ok
 
     def submit_read(
@@ -606,17 +618,15 @@ class SharedStore(PartStore):
     def _look_at_the_other(self, write: _Write) -> None:
         """The name is taken: by the same part, which is a success, or by another, which is refused."""
         size = self._file_bytes(write.part)
-        end = aligned_buffer(PAGE_BYTES)
+        tail = memoryview(bytearray(min(PAGE_BYTES, size)))
         steps = [Step(Op.STAT, path=write.path, length=size)]
         if self._trailer == "on":
-            place = size - min(PAGE_BYTES, size)
-            tail = end[: min(PAGE_BYTES, size)]
             steps += [
                 Step(Op.OPEN, path=write.path, flags=os.O_RDONLY),
-                Step(Op.READ, offset=place, buffer=tail, address=address_of(tail)),
+                Step(Op.READ, offset=size - tail.nbytes, buffer=tail, address=address_of(tail)),
                 Step(Op.CLOSE, always=True),
             ]
-        look = Job(tuple(steps), write.lane, None, (write, end[: min(PAGE_BYTES, size)]))
+        look = Job(tuple(steps), write.lane, None, (write, tail))
         self._io.submit([look], self._looked)
 
     def _looked(self, jobs: list[Job]) -> None:
