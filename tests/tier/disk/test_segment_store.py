@@ -364,6 +364,39 @@ def test_a_write_that_a_reset_overtakes_is_not_of_the_new_generation(
     assert store.close(WAIT_S)
 
 
+@pytest.mark.parametrize("moment", ["_head_hash", "_write_job", "_writable_address", "_read_job"])
+def test_what_a_close_overtakes_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    place = store if hasattr(store, moment) else segment_store
+    before = getattr(place, moment)
+
+    def after_a_close(*arguments: object) -> object:
+        store.close(0.0)
+        return before(*arguments)
+
+    monkeypatch.setattr(place, moment, after_a_close)
+    waiter = Waiter(3)
+    buffers = {key: pattern(2, PAGE_BYTES) for key in keys(3)}
+    if moment in ("_head_hash", "_write_job"):
+        store.submit_write([PartWrite(key, buffer) for key, buffer in buffers.items()], waiter)
+    else:
+        store.submit_read([PartRead(key, buffer) for key, buffer in buffers.items()], waiter)
+    assert PartFailure.CLOSED in waiter.failures().values()
+
+
+def test_a_write_that_ends_after_close_is_answered(tmp_path: Path) -> None:
+    io = FaultyIO(make_io("threads"), of_kind(Op.WRITE, Fault(stalls=True)))
+    store = open_store(tmp_path, io=io)
+    waiter = Waiter(1)
+    store.submit_write([PartWrite(keys(1)[0], pattern(1, PAGE_BYTES))], waiter)
+    wait_until(lambda: io.stalled == 1)
+    assert not store.close(0.0)
+    assert waiter.results == []
+    io.release()
+    assert waiter.failures() == {keys(1)[0]: PartFailure.CLOSED}
+
+
 def test_a_submit_that_raises_has_taken_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path, 16 * PAGE_BYTES)
     write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})

@@ -289,6 +289,7 @@ class SegmentStore(PartStore):
         self._closed = False
         self._closed_well = False
         self._stop = False
+        self._kept = not read_only
         self._reset_to: int | None = None
         self._reset_error = ""
         self._orders: deque[Callable[[], None]] = deque()
@@ -621,6 +622,8 @@ class SegmentStore(PartStore):
         size = part.buffer.nbytes
         if self._read_only:
             return PartDone(part.key, PartFailure.IO, "the store was joined read-only")
+        if self._closing:
+            return PartDone(part.key, PartFailure.CLOSED, "the store is closed")
         if batch.generation != self._generation:
             self._counts["writes_failed"] += 1
             return PartDone(part.key, PartFailure.CANCELLED, "the store was reset")
@@ -1033,6 +1036,7 @@ class SegmentStore(PartStore):
                         write.failure, write.detail = PartFailure.IO, f"not started: {exception!r}"
                 self._written += writes
                 self._wake.notify()
+            self._end_late_writes()
 
     def _write_job(self, write: _Write) -> Job:
         assert write.segment is not None
@@ -1063,6 +1067,19 @@ class SegmentStore(PartStore):
             syncs = self._next_syncs()
         if syncs:
             self._io.submit(syncs, self._on_sync)
+        self._end_late_writes()
+
+    def _end_late_writes(self) -> None:
+        """Where the keeper has gone, whoever ends a write answers for it."""
+        with self._lock:
+            if self._kept:
+                return
+            late, self._written = self._written, []
+            for write in late:
+                write.failure = write.failure or PartFailure.CLOSED
+                write.detail = write.detail or "the store was closed before it ended"
+        if late:
+            self._settle_turn(late, [], [], [], "")
 
     def _next_syncs(self) -> list[Job]:
         """Under the lock: jobs that bring all that was written so far to the medium, one for each segment; one such group at a time."""
@@ -1094,6 +1111,7 @@ class SegmentStore(PartStore):
             syncs = self._next_syncs()
         if syncs:
             self._io.submit(syncs, self._on_sync)
+        self._end_late_writes()
 
     def _write_failure(self, job: Job, write: _Write) -> tuple[PartFailure, str]:
         if job.error == errno.ECANCELED:
@@ -1136,6 +1154,7 @@ class SegmentStore(PartStore):
                 time.sleep(0.05)
         with self._lock:
             rest, self._written = self._written, []
+            self._kept = False
         if rest:
             self._settle_turn(rest, [], [], [], "the store was closed before its reset was durable")
         with contextlib.suppress(Exception):
