@@ -16,7 +16,7 @@ from kvtier.policy.registry import make_policy
 from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
-from kvtier.tier.disk import segment_store
+from kvtier.tier.disk import rebuild, segment_store
 from kvtier.tier.disk.base import PartFailure, PartRead, PartStore, PartWrite
 from kvtier.tier.disk.catalog import Catalog, CatalogRow
 from kvtier.tier.disk.engines import make_io
@@ -397,6 +397,27 @@ def test_a_write_that_ends_after_close_is_answered(tmp_path: Path) -> None:
     assert waiter.failures() == {keys(1)[0]: PartFailure.CLOSED}
 
 
+def test_a_store_whose_catalog_cannot_be_written_can_be_closed_and_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path, 4 * PAGE_BYTES)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(4)})
+
+    def full(*arguments: object, **named: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Catalog, "commit", full)
+    store.delete(keys(2))
+    waiter = Waiter(2)
+    store.submit_write([PartWrite(key, pattern(2, PAGE_BYTES)) for key in keys(2, 10)], waiter)
+    assert not store.close(0.2), "removals were not committed"
+    assert set(waiter.failures().values()) <= {PartFailure.IO, PartFailure.CLOSED}
+    monkeypatch.undo()
+    store = open_store(tmp_path, 4 * PAGE_BYTES)
+    assert {entry.key for entry in store.entries()} == set(keys(4))
+    assert store.close(WAIT_S)
+
+
 def test_a_submit_that_raises_has_taken_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path, 16 * PAGE_BYTES)
     write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})
@@ -525,6 +546,77 @@ def test_a_corrupt_catalog_is_rebuilt_from_envelopes_and_says_so(tmp_path: Path)
     store = open_store(tmp_path)
     assert len(store) == 30
     store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("damage", ["zeros", "noise", "a bit in each page's head"])
+def test_whatever_part_of_a_catalog_is_damaged_a_start_or_two_later_all_is_well(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path)
+    parts = {key: sealed(key, index, 1) for index, key in enumerate(keys(60))}
+    write_parts(store, parts)
+    store.close(WAIT_S)
+    path = store.directory / "catalog.sqlite"
+    shutil.copytree(store.directory, tmp_path / "whole")
+    whole = path.read_bytes()
+    for page in range(len(whole) // PAGE_BYTES):
+        for turn in (0, 3, 5, 8) if damage.startswith("a bit") else (0,):
+            shutil.rmtree(store.directory)
+            shutil.copytree(tmp_path / "whole", store.directory)
+            at = page * PAGE_BYTES
+            if damage.startswith("a bit"):
+                at += turn + (100 if page == 0 else 0)
+                changed = bytes([whole[at] ^ 1 << (turn + page) % 8])
+            else:
+                changed = bytes(PAGE_BYTES) if damage == "zeros" else os.urandom(PAGE_BYTES)
+            path.write_bytes(whole[:at] + changed + whole[at + len(changed) :])
+            for _ in range(2):
+                # Damage that reading does not meet is met by the first write, and mended by the start after it.
+                again = open_store(tmp_path)
+                for key, payload in parts.items():
+                    failure, found = read_part(again, key, PAGE_BYTES)
+                    assert failure is PartFailure.MISSING or found == bytes(payload)
+                last = write_parts(again, {b"new": pattern(1, PAGE_BYTES)})
+                again.delete([b"new"])
+                again.close(0.1)
+            assert last == {b"new": None}, (page, turn)
+
+
+def test_a_rebuild_that_is_killed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    parts = {key: sealed(key, index, 1) for index, key in enumerate(keys(20))}
+    write_parts(store, parts)
+    store.close(WAIT_S)
+    (store.directory / "catalog.sqlite").write_bytes(b"damaged" * 1000)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments: object, **named: object) -> None:
+        raise Killed
+
+    steps = ((Catalog, "reset"), (Catalog, "commit"), (Path, "rename"), (Catalog, "close"), (rebuild, "sync_directory"))
+    for place, name in steps:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, killed)
+            with pytest.raises(Killed):
+                open_store(tmp_path)
+    store = open_store(tmp_path)
+    assert {entry.key for entry in store.entries()} == set(parts)
+    assert not list(store.directory.glob("*.new*"))
+    assert store.close(WAIT_S)
+
+
+def test_a_catalog_without_tables_beside_segments_is_damage(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(5))})
+    store.close(WAIT_S)
+    path = store.directory / "catalog.sqlite"
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("VACUUM")
+    store = open_store(tmp_path)
+    assert len(store) == 5
+    assert store.close(WAIT_S)
 
 
 def test_a_rebuild_brings_back_nothing_of_an_older_generation(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ Pure: no clock, no I/O, no locks. The store calls it under its own lock.
 """
 
 import math
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ _REMEMBERED_MAX = 200_000
 _DEPTH_HALF_TOKENS = 8_192
 _BINS = 256
 _BINS_PER_DOUBLING = 4
+_HOUR = re.compile("hour_[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class WriteBudget:
         self._now_s = float(saved.get("now_s", now_s))
         self._allowance = min(self._burst, float(saved.get("allowance_bytes", self._burst)))
         self._written = int(saved.get("written_bytes", 0))
-        self._hours = {int(name[5:]): int(value) for name, value in saved.items() if name.startswith("hour_")}
+        self._hours = {int(name[5:]): int(value) for name, value in saved.items() if _HOUR.fullmatch(name)}
         self._admitted = 0
         self._refused = 0
         self._offered = [0.0] * _BINS

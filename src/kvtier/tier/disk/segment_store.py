@@ -63,12 +63,20 @@ from kvtier.tier.disk.base import (
     PartWrite,
     Transfer,
 )
-from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
+from kvtier.tier.disk.catalog import (
+    CATALOG_NAME,
+    DAMAGED_NAME,
+    Catalog,
+    CatalogCorruptError,
+    CatalogRow,
+    damage_told,
+    is_damage,
+)
 from kvtier.tier.disk.endurance import EnduranceMeter, WriteBudget
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.index import PartIndex, slots_taken_twice
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
-from kvtier.tier.disk.rebuild import scan_segments, signed_hash
+from kvtier.tier.disk.rebuild import replace_damaged, scan_segments, signed_hash
 from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for, sync_directory
 
 FORMAT = "kvtier-segments"
@@ -292,6 +300,7 @@ class SegmentStore(PartStore):
         self._kept = not read_only
         self._reset_to: int | None = None
         self._reset_error = ""
+        self._commit_failed = False
         self._orders: deque[Callable[[], None]] = deque()
         self._to_grow: set[int] = set()
         self._stuck = False
@@ -380,7 +389,9 @@ class SegmentStore(PartStore):
         try:
             if found and not known:
                 raise CatalogCorruptError(f"{catalog_path} is missing or empty beside segments")
-            self._open_catalog()
+            if not self._read_only and (self.directory / DAMAGED_NAME).exists():
+                raise CatalogCorruptError(f"{catalog_path} was found damaged while it was in use")
+            self._open_catalog(create=not found)
         except CatalogCorruptError as exception:
             if self._read_only:
                 raise StoreUnavailableError(
@@ -388,12 +399,14 @@ class SegmentStore(PartStore):
                 ) from exception
             self._rebuild(str(exception), namespace, rank)
 
-    def _open_catalog(self) -> None:
-        self._catalog = Catalog(self.directory, self._durability, read_only=self._read_only)
-        if not self._read_only and self._catalog.generation() < self._generation:
-            self._catalog.reset(self._generation, self._durability)
-        self._load()
-        self._budget = WriteBudget(self._bytes_a_day, now_s=self._wall_clock(), saved=self._catalog.saved_state())
+    def _open_catalog(self, *, create: bool) -> None:
+        self._catalog = Catalog(self.directory, self._durability, read_only=self._read_only, create=create)
+        with damage_told(self._catalog.path):
+            if not self._read_only and self._catalog.generation() < self._generation:
+                self._catalog.reset(self._generation, self._durability)
+            self._load()
+            saved = self._catalog.saved_state()
+        self._budget = WriteBudget(self._bytes_a_day, now_s=self._wall_clock(), saved=saved)
 
     def _rebuild(self, why: str, namespace: bytes, rank: int) -> None:
         """Make a new catalog from the heads of what lies in the segments.
@@ -404,21 +417,14 @@ class SegmentStore(PartStore):
         if getattr(self, "_catalog", None) is not None:
             self._catalog.close()
         self._index.clear()
-        kept = ""
-        if (self.directory / CATALOG_NAME).exists():
-            kept = f"; the damaged one is kept as {set_aside(self.directory).name}"
         rows = scan_segments(self._segments, namespace, rank, self._generation, self._part_key)
-        catalog = Catalog(self.directory, self._durability)
-        try:
-            catalog.reset(self._generation, self._durability)
-            catalog.commit(added=rows, removed=(), forced=True)
-        finally:
-            catalog.close()
+        kept = replace_damaged(self.directory, self._generation, rows, self._durability)
         self.notes.append(
-            f"the catalog was damaged or lost ({why}): {len(rows)} parts were found again in the segments' own envelopes{kept}"
+            f"the catalog was damaged or lost ({why}): {len(rows)} parts were found again in the segments' own envelopes"
+            + (f"; the damaged one is kept as {kept}" if kept else "")
         )
         try:
-            self._open_catalog()
+            self._open_catalog(create=False)
         except CatalogCorruptError as exception:
             raise StoreUnavailableError(
                 f"{exception}, right after it was rebuilt: check the disk, or choose another path"
@@ -1139,7 +1145,7 @@ class SegmentStore(PartStore):
                     self._idle.notify_all()
                     if not self._wake.wait(max(0.0, touch_at_s - time.monotonic())):
                         break
-                if self._stop and (self._reset_error or not (self._has_work() or self._waiting)):
+                if self._stop and (self._reset_error or self._commit_failed or not (self._has_work() or self._waiting)):
                     break
                 self._busy = True
             if self._commit_pause_s:
@@ -1152,11 +1158,19 @@ class SegmentStore(PartStore):
             except Exception as exception:  # noqa: BLE001 - the keeper outlives every fault of the disk
                 self._note(f"the keeper met {type(exception).__name__}: {exception}")
                 time.sleep(0.05)
+        outcome: list[tuple[_Batch, PartDone]] = []
         with self._lock:
             rest, self._written = self._written, []
             self._kept = False
+            while self._waiting:
+                write = self._waiting.popleft()
+                if not write.dropped:
+                    self._writing.pop(write.part.key, None)
+                    self._drop(write, PartFailure.CLOSED, "the store was closed")
+                self._end_waiting(write, outcome)
+        self._say_all(outcome)
         if rest:
-            self._settle_turn(rest, [], [], [], "the store was closed before its reset was durable")
+            self._settle_turn(rest, [], [], [], "the store was closed before its catalog could be written")
         with contextlib.suppress(Exception):
             self._write_down_uses()
             self._write_down_budget()
@@ -1209,7 +1223,7 @@ class SegmentStore(PartStore):
             _write_format(self.directory, self._format | {"generation": generation + 1})
             self._catalog.reset(generation, self._durability)
         except Exception as exception:  # noqa: BLE001 - told to the one who asked for the reset
-            error = f"{type(exception).__name__}: {exception}"
+            error = f"{type(exception).__name__}: {exception}{self._note_damage(exception)}"
         with self._lock:
             self._reset_error = error
             if not error:
@@ -1252,7 +1266,7 @@ class SegmentStore(PartStore):
             try:
                 self._catalog.commit(added=rows, removed=[entry.id for entry in removed])
             except Exception as exception:  # noqa: BLE001 - every fault of the catalog is a fault of these parts alone
-                error = f"the catalog could not be written: {exception}"
+                error = f"the catalog could not be written: {exception}{self._note_damage(exception)}"
         self._settle_turn(written, good, rows, removed, error)
 
     def _settle_turn(
@@ -1262,6 +1276,7 @@ class SegmentStore(PartStore):
         outcome: list[tuple[_Batch, PartDone]] = []
         with self._lock:
             self._counts["commits"] += not error
+            self._commit_failed = bool(error)
             placed = dict(zip(map(id, good), rows, strict=False)) if not error else {}
             for write in written:
                 row = placed.get(id(write))
@@ -1373,6 +1388,14 @@ class SegmentStore(PartStore):
         self._writes_open -= 1
         self._counts["writes_failed"] += 1
         outcome += [(owner, PartDone(write.part.key, write.failure, write.detail)) for owner in write.owners]
+
+    def _note_damage(self, error: Exception) -> str:
+        """Leave word for the next start where the catalog itself is damaged: it can be read as before, and would not be found out."""
+        if not is_damage(error):
+            return ""
+        with contextlib.suppress(OSError):
+            (self.directory / DAMAGED_NAME).touch()
+        return "; the next start makes it again"
 
     def _pause(self) -> None:
         """Before something that failed is tried again."""
