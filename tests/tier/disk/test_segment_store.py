@@ -1,6 +1,7 @@
 """The segment store on real files."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -110,6 +111,56 @@ def test_the_floor_of_free_disk_is_kept(tmp_path: Path) -> None:
     assert set(failures.values()) == {PartFailure.NO_SPACE}
     assert store.stats().used_bytes == 0
     store.close(WAIT_S)
+
+
+def test_the_floor_is_given_back_to_even_where_the_catalog_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_store, "_TOUCH_PERIOD_S", 0.01)
+    store = open_store(tmp_path, 64 * PAGE_BYTES, free_bytes_min=1 << 20)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(8)})
+    store.delete(keys(6))
+    assert store.flush(WAIT_S)
+
+    def full(*arguments: object, **named: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Catalog, "commit", full)
+    monkeypatch.setattr(Catalog, "save_state", full)
+    read_part(store, keys(1, 7)[0], PAGE_BYTES)
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real[:4], 0, *real[5:])))
+    wait_until(lambda: store.stats().disk_bytes == 2 * PAGE_BYTES)
+    monkeypatch.undo()
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (errno.ENOSPC, PartFailure.NO_SPACE),
+        (errno.EDQUOT, PartFailure.NO_SPACE),
+        (errno.EROFS, PartFailure.IO),
+        (errno.EIO, PartFailure.IO),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "posix_fallocate", "statvfs"])
+def test_only_what_lacks_room_is_called_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int, failure: PartFailure
+) -> None:
+    store = open_store(tmp_path)
+    real_open = os.open
+
+    def fails(path: object, *arguments: int) -> int:
+        if call == "open" and not str(path).endswith(".kv"):
+            return real_open(path, *arguments)  # type: ignore[arg-type]
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        assert write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)}) == {keys(1)[0]: failure}
+    assert write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)}) == {keys(1)[0]: None}
+    assert store.close(WAIT_S)
 
 
 def test_a_smaller_capacity_drops_the_longest_unused(tmp_path: Path) -> None:

@@ -1206,9 +1206,10 @@ class SegmentStore(PartStore):
         if written or removed:
             self._commit(written, removed)
         if touch:
+            # First, since on a full disk what follows fails.
+            self._segments.keep_floor()
             self._write_down_uses()
             self._write_down_budget()
-            self._segments.keep_floor()
         self._serve_waiting()
         self._grow_ahead()
         while self._orders:
@@ -1351,7 +1352,7 @@ class SegmentStore(PartStore):
                     start.append(write)
                     continue
                 alike = sum(1 for other in self._waiting if other.slot_bytes == write.slot_bytes)
-            why = self._grow(write.slot_bytes, alike)
+            failure, why = self._grow(write.slot_bytes, alike)
             if not why:
                 continue
             with self._lock:
@@ -1362,16 +1363,19 @@ class SegmentStore(PartStore):
                     self._waiting.popleft()
                     if not write.dropped:
                         self._writing.pop(write.part.key, None)
-                        self._drop(write, PartFailure.NO_SPACE, why)
+                        self._drop(write, failure, why)
                     self._end_waiting(write, outcome)
         self._start_writes(start)
         self._say_all(outcome)
 
-    def _grow(self, slot_bytes: int, wanted_slots: int) -> str:
+    def _grow(self, slot_bytes: int, wanted_slots: int) -> tuple[PartFailure, str]:
+        """Why no slot could be made ready, and what that is to a write; no words where one was."""
         try:
-            return self._segments.grow(slot_bytes, wanted_slots)
+            return PartFailure.NO_SPACE, self._segments.grow(slot_bytes, wanted_slots)
         except OSError as exception:
-            return f"no new room could be made: {exception}"
+            # Only what lacks room may be answered by eviction.
+            full = exception.errno in (errno.ENOSPC, errno.EDQUOT)
+            return PartFailure.NO_SPACE if full else PartFailure.IO, f"no new room could be made: {exception}"
 
     def _grow_ahead(self) -> None:
         """Make slots ready before somebody has to wait for them."""

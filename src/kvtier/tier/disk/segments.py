@@ -15,6 +15,7 @@ Not thread-safe: the store calls under its lock, except `grow` and `trim`, which
 the lock for their bookkeeping alone.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -238,9 +239,9 @@ class Segments:
     # -- on the keeper's thread, without the lock
 
     def grow(self, slot_bytes: int, wanted_slots: int) -> str:
-        """Make up to a run of slots of that size ready, at least one. Empty if it did, else why not. With no slots wanted, only ahead of need.
+        """Make up to a run of slots of that size ready, at least one. Empty if it did, else why there is no room. With no slots wanted, only ahead of need.
 
-        Takes disk that is not used yet, then disk of ready slots of other sizes.
+        Takes disk that is not used yet, then disk of ready slots of other sizes. Raises OSError where it is not room that lacks.
         """
         run = max(wanted_slots, self.grow_bytes // slot_bytes, 1)
         with self._lock:
@@ -278,6 +279,12 @@ class Segments:
         try:
             os.posix_fallocate(segment.fd, first * slot_bytes, count * slot_bytes)
         except OSError as exception:
+            # What was allocated on the way to the failure would be counted by nobody, and may be all that was left.
+            with contextlib.suppress(OSError):
+                if first < segment.slots:
+                    punch_hole(segment.fd, first * slot_bytes, count * slot_bytes)
+                else:
+                    os.ftruncate(segment.fd, segment.slots * slot_bytes)
             with self._lock:
                 self.disk_bytes -= count * slot_bytes
                 if first < segment.slots:
@@ -285,7 +292,7 @@ class Segments:
                         heappush(segment.bare, slot)
             if exception.errno in (errno.ENOSPC, errno.EDQUOT):
                 return f"the filesystem is full: {exception.strerror}"
-            return f"{segment.path} cannot grow: {exception}"
+            raise
         with self._lock:
             segment.slots = max(segment.slots, first + count)
             for slot in range(first, first + count):
@@ -297,7 +304,12 @@ class Segments:
         self._next_number += 1
         path = self.directory / segment_name(number, slot_bytes)
         fd = os.open(path, self._flags | os.O_CREAT | os.O_EXCL, 0o644)
-        sync_directory(self.directory)
+        try:
+            sync_directory(self.directory)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
         segment = Segment(number, slot_bytes, max(1, self.segment_bytes // slot_bytes), fd, path)
         if self._io is not None:
             self._io.register_file(fd)
