@@ -571,6 +571,97 @@ def test_a_reader_joins_and_follows_its_owner(tmp_path: Path) -> None:
     assert owner.close(WAIT_S)
 
 
+def test_files_are_made_known_to_the_engine_without_the_lock_that_its_thread_may_wait_for(tmp_path: Path) -> None:
+    class Watched(FaultyIO):
+        known = 0
+
+        def register_file(self, fd: int) -> None:
+            assert not any(store._lock.locked() for store in stores)
+            self.known += 1
+
+    stores: list[SegmentStore] = []
+    stores.append(open_store(tmp_path, io=Watched(make_io("threads"))))
+    stores.append(open_store(tmp_path, io=Watched(make_io("threads")), read_only=True))
+    for pages in range(1, 6):
+        part = {keys(1, pages)[0]: pattern(pages, pages * PAGE_BYTES)}
+        assert set(write_parts(stores[0], part).values()) == {None}
+        assert len(list(stores[1].entries())) == pages
+        assert read_part(stores[1], *part, pages * PAGE_BYTES) == (None, bytes(*part.values()))
+    assert stores[1].close(WAIT_S) and stores[0].close(WAIT_S)
+
+
+def test_a_reader_holds_no_disk_of_files_that_its_owner_removed(tmp_path: Path) -> None:
+    def deleted_open() -> int:
+        names = (Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd"))
+        return sum(
+            " (deleted)" in os.readlink(name) and ".kv" in os.readlink(name) for name in names if name.is_symlink()
+        )
+
+    owner = open_store(tmp_path)
+    large = {key: pattern(1, 8 * PAGE_BYTES) for key in keys(3)}
+    write_parts(owner, large)
+    io = FaultyIO(make_io("threads"))
+    reader = open_store(tmp_path, read_only=True, io=io)
+    assert read_part(reader, keys(1)[0], 8 * PAGE_BYTES)[0] is None
+    io.rule = of_kind(Op.READ, Fault(stalls=True))
+    waiter = Waiter(1)
+    reader.submit_read([PartRead(keys(1)[0], aligned_buffer(8 * PAGE_BYTES))], waiter)
+    owner.delete(list(large))
+    assert owner.flush(WAIT_S)
+    owner.compact()
+    assert list(reader.entries()) == [] and deleted_open() == 1, "a read is under way"
+    io.rule = lambda job: None
+    io.release()
+    assert waiter.failures() == {keys(1)[0]: PartFailure.MISSING}
+    assert list(reader.entries()) == [] and deleted_open() == 0
+    assert reader.close(WAIT_S) and owner.close(WAIT_S)
+
+
+def test_a_reader_sees_what_comes_while_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = open_store(tmp_path)
+    write_parts(owner, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    reader = open_store(tmp_path, read_only=True)
+    monkeypatch.setattr(segment_store, "_REFRESH_PERIOD_S", 0.0)
+    find = segment_store.find_segments
+    late = {keys(1, 1)[0]: pattern(2, 2 * PAGE_BYTES)}
+
+    def then_one_is_made(directory: Path) -> list[tuple[int, int, Path]]:
+        found = find(directory)
+        monkeypatch.setattr(segment_store, "find_segments", find)
+        write_parts(owner, late)
+        return found
+
+    monkeypatch.setattr(segment_store, "find_segments", then_one_is_made)
+    read_part(reader, b"unknown", PAGE_BYTES)
+    assert read_part(reader, *late, 2 * PAGE_BYTES)[0] is None
+    assert reader.close(WAIT_S) and owner.close(WAIT_S)
+
+
+@pytest.mark.parametrize("between", ["reset", "rebuild"])
+def test_a_reader_follows_its_owner_over_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    monkeypatch.setattr(segment_store, "_REFRESH_PERIOD_S", 0.0)
+    owner = open_store(tmp_path)
+    write_parts(owner, {key: sealed(key, 1, 1) for key in keys(6)})
+    reader = open_store(tmp_path, read_only=True)
+    assert len(list(reader.entries())) == 6
+    if between == "reset":
+        owner.reset(1)
+        owner.close(WAIT_S)
+    else:
+        owner.close(WAIT_S)
+        (owner.directory / "catalog.sqlite").write_bytes(b"damaged" * 1000)
+    owner = open_store(tmp_path)
+    owner.delete(keys(6))
+    assert owner.flush(WAIT_S)
+    new = {key: pattern(2, PAGE_BYTES) for key in keys(3, 50)}
+    write_parts(owner, new)
+    assert [read_part(reader, key, PAGE_BYTES)[0] for key in keys(6)] == [PartFailure.MISSING] * 6
+    assert [read_part(reader, key, PAGE_BYTES) for key in new] == [(None, bytes(part)) for part in new.values()]
+    assert reader.close(WAIT_S) and owner.close(WAIT_S)
+
+
 def sealed(key: bytes, seed: int, pages: int, generation: int = 0) -> memoryview:
     slot = pattern(seed, pages * PAGE_BYTES)
     seal_slot(slot, Identity(NAMESPACE, key, generation), pages * PAGE_BYTES - 512)
@@ -691,7 +782,7 @@ def test_two_rows_for_one_slot_are_corruption(tmp_path: Path) -> None:
     write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(3))})
     store.close(WAIT_S)
     with sqlite3.connect(store.directory / "catalog.sqlite") as database:
-        database.execute("UPDATE parts SET place = (SELECT place FROM parts WHERE id = 1)")
+        database.execute("UPDATE parts SET place = (SELECT place FROM parts ORDER BY id LIMIT 1)")
     store = open_store(tmp_path)
     assert any("two rows claim" in note for note in store.notes)
     assert len(store) == 3

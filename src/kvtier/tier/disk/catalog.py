@@ -178,6 +178,8 @@ class Catalog:
         try:
             with damage_told(self.path):
                 self._open(durability, read_only=read_only, create=create)
+            status = self.path.stat()
+            self._file = (status.st_dev, status.st_ino)
         except BaseException:
             self._database.close()
             raise
@@ -335,6 +337,14 @@ class Catalog:
             if database.in_transaction:
                 database.execute("ROLLBACK")
             raise
+
+    def replaced(self) -> bool:
+        """Whether another file has the name now: its owner made the catalog again."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return True
+        return (status.st_dev, status.st_ino) != self._file
 
     def stored_on_disk_bytes(self) -> int:
         """Bytes of the database and its write-ahead log."""

@@ -36,6 +36,7 @@ import json
 import math
 import os
 import sqlite3
+import struct
 import threading
 import time
 import weakref
@@ -443,8 +444,9 @@ class SegmentStore(PartStore):
         """Rows into the index, slots into their states. Returns the ids of rows that are to go."""
         by_number = dict(self._segments.by_number)
         columns = self._catalog.columns()
-        self._next_id = self._newest_id = int(columns.ids.max(initial=0))
-        self._next_id += 1
+        self._newest_id = int(columns.ids.max(initial=0))
+        # Above all ids of earlier lives too, whose rows may be gone: a reader in another process may remember them.
+        self._next_id = max(self._newest_id + 1, int(self._wall_clock() * 1e6))
         self._used = int(columns.used.max(initial=0)) + 1
         places = columns.places
         # Slots and slot bytes of each row's segment, 0 where it is missing.
@@ -514,25 +516,35 @@ class SegmentStore(PartStore):
             return
         self._refreshed_s = now_s
         try:
-            for number, slot_bytes, path in find_segments(self.directory):
+            if self._catalog.replaced():
+                new = Catalog(self.directory, self._durability, read_only=True)
+                self._catalog.close()
+                self._catalog = new
+                whole = True
+            # Rows first: the file of each was there before it, and as long as it says.
+            rows = list(self._catalog.rows(0 if whole else self._newest_id))
+            found = find_segments(self.directory)
+            for number, slot_bytes, path in found:
                 self._segments.see(number, slot_bytes, path)
+            self._segments.keep_only({number for number, _, _ in found})
             if whole:
                 self._index.clear()
             self._generation = self._catalog.generation()
-            for row in self._catalog.rows(0 if whole else self._newest_id):
+            for row in rows:
                 self._newest_id = max(self._newest_id, row.id)
                 segment = self._segments.by_number.get(row.segment)
                 if segment is not None and row.slot < segment.slots:
                     self._index[row.key] = _entry(row, segment)
-        except (CatalogCorruptError, sqlite3.Error, OSError) as exception:
+        except (CatalogCorruptError, StoreUnavailableError, sqlite3.Error, OSError) as exception:
             self._note(f"the owner's changes could not be read: {exception}")
 
     def _still_there(self, entry: _Entry) -> bool:
         """Whether the owner's catalog still has the row: then the slot was not written again before this moment."""
         with self._lock:
             try:
-                return self._catalog.place(entry.id) == (entry.segment.number, entry.slot, entry.key)
-            except sqlite3.Error:
+                place = self._catalog.place(entry.id)
+                return place == (entry.segment.number, entry.slot, entry.key) and not self._catalog.replaced()
+            except (sqlite3.Error, struct.error, OSError):
                 return False
 
     # -- what callers see
@@ -742,6 +754,7 @@ class SegmentStore(PartStore):
             with self._lock:
                 for read in reads:
                     read.entry.readers -= 1
+                    read.entry.segment.taken -= self._read_only
                     if read.entry.readers == 0 and read.entry.removal_committed:
                         self._free(read.entry)
                 self._counts["reads_failed"] += len(reads)
@@ -761,6 +774,12 @@ class SegmentStore(PartStore):
                 self._refresh(whole=False)
             for part, address in zip(parts, addresses, strict=True):
                 entry = index.pop(part.key)
+                if (
+                    entry is not None
+                    and self._read_only
+                    and self._segments.by_number.get(entry.segment.number) is not entry.segment
+                ):
+                    entry = None
                 if entry is None:
                     at_once.append(PartDone(part.key, PartFailure.MISSING))
                     continue
@@ -772,7 +791,9 @@ class SegmentStore(PartStore):
                     at_once.append(PartDone(part.key, PartFailure.SHORT, detail))
                     continue
                 entry.readers += 1
-                if not self._read_only:
+                if self._read_only:
+                    entry.segment.taken += 1
+                else:
                     self._used += 1
                     entry.used = self._used
                     self._touched[entry.id] = entry
@@ -979,6 +1000,7 @@ class SegmentStore(PartStore):
             for (_, done), job in zip(outcome, jobs, strict=True):
                 entry = job.tag.entry
                 entry.readers -= 1
+                entry.segment.taken -= self._read_only
                 if entry.readers == 0 and entry.removal_committed:
                     self._free(entry)
                 self._counts["read_bytes"] += job.moved_bytes

@@ -21,6 +21,7 @@ import errno
 import os
 import re
 import threading
+from collections.abc import Container
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -46,7 +47,7 @@ class Segment:
         slots: how many the file is long enough for.
         ready: heap of the slots that are ready.
         bare: heap of the holes below the file's end.
-        taken: number of slots taken.
+        taken: number of slots taken; for a reader of another's files, of reads under way.
     """
 
     number: int
@@ -146,9 +147,13 @@ class Segments:
         self._read_only = read_only
         self._next_number = 0
         self._io: IOEngine | None = None
+        self._left: list[Segment] = []
 
     def attach(self, io: IOEngine) -> None:
         """Have `io` know the files that are open, and those to come."""
+        if self._read_only:
+            # A reader meets new files under the lock that the engine's thread waits for at the end of each read.
+            return
         self._io = io
         for segment in self.by_number.values():
             io.register_file(segment.fd)
@@ -180,9 +185,22 @@ class Segments:
             if (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino):
                 segment.slots = mine.st_size // slot_bytes
                 return
-            # The number was given to another file. Reads under way may still use the old one: it stays open.
-            del self.by_number[number]
+            # The number was given to another file.
+            self._leave(number)
         self.adopt(number, slot_bytes, path)
+
+    def keep_only(self, there: Container[int]) -> None:
+        """For a reader: let go of files that are gone, which take disk while they are open; of those being read, when that has ended."""
+        for number in [number for number in self.by_number if number not in there]:
+            self._leave(number)
+        for segment in [segment for segment in self._left if not segment.taken]:
+            self._left.remove(segment)
+            os.close(segment.fd)
+
+    def _leave(self, number: int) -> None:
+        segment = self.by_number.pop(number)
+        self.by_class[segment.slot_bytes].remove(segment)
+        self._left.append(segment)
 
     def settle(self, taken: dict[int, bytearray]) -> None:
         """Sort every slot into its state, given a byte for each, 1 where it is taken, else 0, by segment number. Files without a taken one are removed."""
@@ -410,8 +428,9 @@ class Segments:
 
     def close(self) -> None:
         """Close the files."""
-        for segment in self.by_number.values():
+        for segment in (*self.by_number.values(), *self._left):
             os.close(segment.fd)
+        self._left.clear()
         self.by_number.clear()
         self.by_class.clear()
 
