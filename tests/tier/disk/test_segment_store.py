@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -297,6 +298,105 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         open_store(tmp_path, 1)
     with pytest.raises(ConfigError, match="rank is -1"):
         open_store(tmp_path, rank=-1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"generation": 1e400}',
+        "GENERATION -1",
+        "GENERATION 1e400",
+        "GENERATION 1" + "0" * 30,
+    ],
+)
+def test_a_format_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    store = open_store(tmp_path)
+    store.close(WAIT_S)
+    path = store.directory / "format.json"
+    if text.startswith("GENERATION"):
+        text = path.read_text().replace('"generation": 0', f'"generation": {text.split()[1]}')
+    path.write_text(text)
+    with pytest.raises(StoreUnavailableError, match=r"format\.json cannot be understood"):
+        open_store(tmp_path)
+
+
+def test_what_only_has_the_name_of_a_segment_is_passed_over(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(3)})
+    store.close(WAIT_S)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    (store.directory / "seg_00000005_4096.kv").mkdir()
+    (store.directory / "seg_00000006_4096.kv").symlink_to(tmp_path / "nowhere")
+    (store.directory / "seg_00000007_4096.kv").symlink_to(elsewhere)
+    (store.directory / "seg_00000008_0.kv").touch()
+    (store.directory / "seg_00000009_5000.kv").write_bytes(bytes(20_000))
+    store = open_store(tmp_path)
+    assert len(store) == 3
+    assert set(write_parts(store, {key: pattern(1, 2 * PAGE_BYTES) for key in keys(3, 9)}).values()) == {None}
+    assert elsewhere.read_bytes() == b"not ours"
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_what_the_system_refuses_at_the_start_is_told_in_our_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    store.close(WAIT_S)
+    real = os.open
+
+    def refused(path: object, *arguments: int) -> int:
+        if str(path).endswith(".kv"):
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(StoreUnavailableError, match="cannot be used"):
+            open_store(tmp_path)
+    store = open_store(tmp_path)
+    assert len(store) == 1
+    assert store.close(WAIT_S)
+
+
+def test_where_the_filesystem_cannot_allocate_direct_io_works_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ext3: the C library then writes a byte of each block, and direct I/O refuses single bytes."""
+    real = os.posix_fallocate
+
+    def emulated(fd: int, offset: int, length: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", emulated)
+    store = open_store(tmp_path)
+    parts = {key: pattern(int(key), PAGE_BYTES) for key in keys(9)}
+    assert set(write_parts(store, parts).values()) == {None}
+    for key, part in parts.items():
+        assert read_part(store, key, PAGE_BYTES) == (None, bytes(part))
+    assert store.close(WAIT_S)
+
+
+def test_a_child_forked_while_the_store_is_at_work_waits_for_nobody(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with store._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(WAIT_S))
+            store.stats()
+            store.endurance()
+            list(store.entries())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert store.close(WAIT_S)
 
 
 def test_another_owner_of_the_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ FORMAT = "kvtier-segments"
 FORMAT_VERSION = 1
 FORMAT_NAME = "format.json"
 LOCK_NAME = "lock"
+_GENERATION_END = 1 << 62
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
 _RETRY_PAUSE_S = 0.05
@@ -325,6 +326,11 @@ class SegmentStore(PartStore):
         self._lock_fd = -1
         try:
             self._open(namespace, rank, free_bytes_min, segment_bytes, grow_bytes, direct=direct)
+        except OSError as exception:
+            self._let_go()
+            raise StoreUnavailableError(
+                f"{self.directory} cannot be used: {exception}; check it and what is in it, or choose another path"
+            ) from exception
         except BaseException:
             self._let_go()
             raise
@@ -1450,8 +1456,9 @@ _alive: "weakref.WeakSet[SegmentStore]" = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Let go of inherited locks: else a child that outlives its parent would keep the next owner out."""
+    """Let go of inherited locks: else a child that outlives its parent would keep the next owner out, or wait for a thread that it does not have."""
     for store in list(_alive):
+        store._lock = threading.Lock()
         if store._lock_fd >= 0:
             os.close(store._lock_fd)
             store._lock_fd = -1
@@ -1547,8 +1554,10 @@ def _read_format(directory: Path, namespace: bytes, rank: int, *, create: bool) 
         return format_
     try:
         found = json.loads(path.read_text())
-        version, name, generation = found["version"], found["namespace"], int(found["generation"])
-    except (OSError, ValueError, KeyError, TypeError) as exception:
+        version, name, generation = found["version"], found["namespace"], found["generation"]
+        if not isinstance(generation, int) or not 0 <= generation < _GENERATION_END:
+            raise ValueError(f"generation {generation!r}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exception:
         raise StoreUnavailableError(
             f"{path} cannot be understood ({exception}): remove {directory} to start empty"
         ) from exception
@@ -1561,7 +1570,6 @@ def _read_format(directory: Path, namespace: bytes, rank: int, *, create: bool) 
         raise StoreUnavailableError(
             f"{path} belongs to namespace {name}, rank {found.get('rank')}: it was moved here; remove {directory} to start empty"
         )
-    found["generation"] = generation
     return found  # type: ignore[no-any-return]
 
 

@@ -76,11 +76,11 @@ def segment_name(number: int, slot_bytes: int) -> str:
 
 
 def find_segments(directory: Path) -> list[tuple[int, int, Path]]:
-    """Number, slot bytes and path of every segment file in `directory`, by number."""
+    """Number, slot bytes and path of every segment file in `directory`, by number. What only has the name of one is passed over."""
     found = []
     for path in directory.iterdir():
         match = SEGMENT_NAME.fullmatch(path.name)
-        if match:
+        if match and int(match[2]) > 0 and int(match[2]) % PAGE_BYTES == 0 and path.is_file():
             found.append((int(match[1], 16), int(match[2]), path))
     return sorted(found)
 
@@ -295,7 +295,7 @@ class Segments:
                 count = min(run, segment.slots_max - segment.slots)
             self.disk_bytes += count * slot_bytes
         try:
-            os.posix_fallocate(segment.fd, first * slot_bytes, count * slot_bytes)
+            _allocate(segment, first * slot_bytes, count * slot_bytes)
         except OSError as exception:
             # What was allocated on the way to the failure would be counted by nobody, and may be all that was left.
             with contextlib.suppress(OSError):
@@ -433,6 +433,22 @@ class Segments:
         self._left.clear()
         self.by_number.clear()
         self.by_class.clear()
+
+
+def _allocate(segment: Segment, offset: int, length: int) -> None:
+    """Have disk blocks for a range. Raises OSError."""
+    try:
+        os.posix_fallocate(segment.fd, offset, length)
+    except OSError as exception:
+        if exception.errno != errno.EINVAL:
+            raise
+        # A filesystem that cannot allocate: the C library writes a byte of each block instead, which direct I/O refuses.
+        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, offset, length)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _runs(slots: list[int]) -> list[tuple[int, int]]:
