@@ -703,6 +703,62 @@ def test_orphans_of_dead_writers_go_and_what_is_not_ours_stays(tmp_path: Path) -
     assert outside.exists()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["train/rank_0/000.bin", "rank_0/deadbeef.bin", "m/rank_0/auto/abc/de/fedcba98.bin", "m/rank_0/auto/abc/de/abcdef9.bin",
+     "m/rank_zero/auto/abc/de/abcdef98.bin", "abc/de/abcdef98.bin", "m/abc.bin.tmp-mine", "m/rank_0/auto/abc/de/abcdef98.bin/abcdef98.bin"],
+)  # fmt: skip
+def test_the_janitor_touches_nothing_that_is_not_of_the_layout(tmp_path: Path, name: str) -> None:
+    other = tmp_path / name
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"somebody's weights")
+    os.utime(other, (1.0, 1.0))
+    report = sweep(tmp_path, JanitorRules(bytes_max=0, age_max_s=1.0, orphan_age_s=1.0), now_s=time.time())
+    assert other.exists() and report.files == 0
+
+
+def test_entries_pass_over_what_others_put_there(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    parts = {key_of(n): sealed(key_of(n), n) for n in range(3)}
+    write_parts(store, parts)
+    folder = file_of(tmp_path, key_of(1)).parent
+    (folder / "abcde.bin").write_text("an odd number of digits")
+    (folder / f"{folder.parent.name}{folder.name}aaa.bin").symlink_to(tmp_path / "nowhere")
+    (folder.parent / "00").write_text("no directory")
+    (folder.parent.parent / "fff").write_text("no directory")
+    assert {entry.key for entry in store.entries()} == set(parts)
+    assert store.close(WAIT_S)
+
+
+def test_a_tree_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    write_parts(store, {key_of(1): sealed(key_of(1), 1)})
+    shutil.rmtree(tmp_path / "org")
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): PartFailure.IO}
+    wait_until(lambda: store.layout.rank_directory(0).is_dir())
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): None}
+    assert read_part(store, key_of(1), PART_BYTES) == (None, bytes(sealed(key_of(1), 1)))
+    assert store.close(WAIT_S)
+
+
+def test_a_filesystem_that_hangs_does_not_hold_the_end_of_the_process(tmp_path: Path) -> None:
+    program = f"""
+import os, threading
+from pathlib import Path
+from tests.tier.disk.test_shared_store import key_of, open_shared, sealed
+from kvtier.testing.part_store import read_part, wait_until, write_parts
+store = open_shared(Path({str(tmp_path)!r}))
+hangs = threading.Event()
+os.utime = lambda *arguments: (hangs.set(), threading.Event().wait())
+write_parts(store, {{key_of(1): sealed(key_of(1), 1)}})
+read_part(store, key_of(1), {PART_BYTES})
+assert hangs.wait(20.0)
+assert store.close(20.0)
+"""
+    path = os.pathsep.join(place for place in (os.getcwd(), *sys.path) if place)
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, timeout=WAIT_S, check=True)
+
+
 def test_janitors_and_engines_at_once_do_no_harm(tmp_path: Path) -> None:
     store = open_shared(tmp_path)
     stop = threading.Event()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import StoreUnavailableError
-from kvtier.tier.disk.shared_layout import COMMITTED, PART_NAME, TEMPORARY_NAME
+from kvtier.tier.disk.shared_layout import COMMITTED, RANK_NAME, TEMPORARY_NAME, is_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ def sweep(
         except OSError:
             continue  # another janitor, or its writer, was faster
         if TEMPORARY_NAME.fullmatch(file.name):
-            if now_s - status.st_mtime > rules.orphan_age_s:
+            if _layout_place(folder.split("/")) >= 0 and now_s - status.st_mtime > rules.orphan_age_s:
                 report.orphans_removed += _remove(file.path, report, dry_run=dry_run)
-        elif PART_NAME.fullmatch(file.name):
+        elif is_part(folder, file.name) and _layout_place(folder.split("/")) >= 0:
             report.files += 1
             _add(records, folder, file, status, value_of or _value_attribute)
     report.records = len(records)
@@ -129,6 +129,14 @@ def _walk(folder: str, report: JanitorReport) -> Iterator[tuple[str, os.DirEntry
             yield folder, entry
 
 
+def _layout_place(pieces: list[str]) -> int:
+    """Where in a directory's path a rank's directory, or the markers', begins; -1 for what is not of the layout, and so not ours to touch."""
+    for place in range(len(pieces) - 1, -1, -1):
+        if pieces[place] == COMMITTED or RANK_NAME.fullmatch(pieces[place]):
+            return place
+    return -1
+
+
 def _add(
     records: dict[str, _Record],
     folder: str,
@@ -138,14 +146,9 @@ def _add(
 ) -> None:
     """Count a file with its record: the same name below any rank, or the markers' directory, of one model."""
     pieces = folder.split("/")
-    is_marker = False
-    for place in range(len(pieces) - 1, -1, -1):
-        if pieces[place] == COMMITTED or pieces[place].startswith("rank_"):
-            is_marker = pieces[place] == COMMITTED
-            pieces[place] = "*"
-            break
-    else:
-        return  # not of the layout: not ours to touch
+    place = _layout_place(pieces)
+    is_marker = pieces[place] == COMMITTED
+    pieces[place] = "*"
     name = "/".join((*pieces, file.name))
     record = records.setdefault(name, _Record(name))
     if is_marker:

@@ -25,6 +25,7 @@ SUFFIX = b".bin"
 TEMPORARY = b".bin.tmp-"
 TEMPORARY_NAME = re.compile(r"[0-9a-f]+\.bin\.tmp-.+")
 PART_NAME = re.compile(r"[0-9a-f]+\.bin")
+RANK_NAME = re.compile(r"rank_[0-9]+")
 COMMITTED = "committed"
 _serial = count()
 
@@ -155,6 +156,11 @@ def _name_once(path: Path, text: str) -> None:
         shutil.rmtree(new, ignore_errors=True)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+
+
+def is_part(folder: str, name: str) -> bool:
+    """Whether a file of this name in this directory can be a part or a marker: its digits, the first of them naming the two directories above."""
+    return PART_NAME.fullmatch(name) is not None and len(name) % 2 == 0 and folder.endswith(f"/{name[:3]}/{name[3:5]}")
 
 
 def folder_of(path: bytes) -> bytes:

@@ -16,12 +16,13 @@ in a file beside the parts, and is where whoever starts later begins: whoever re
 nobody else's. The older files are left to the janitor.
 """
 
+import contextlib
 import errno
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -53,11 +54,12 @@ from kvtier.tier.disk.io import (
     aligned_buffer,
     error_text,
 )
-from kvtier.tier.disk.shared_layout import PART_NAME, SharedLayout, folder_of, temporary_path
+from kvtier.tier.disk.shared_layout import SharedLayout, folder_of, is_part, temporary_path
 
 GENERATION_NAME = "kvtier-generation"
 _USE_PERIOD_S = 3600.0
 _SPACE_PERIOD_S = 1.0
+_CHORES_MAX = 10_000
 _LINK_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
 Trailer = Literal["on", "off"]
@@ -202,8 +204,9 @@ class SharedStore(PartStore):
         self._on_write = self._writes_ended
         self._on_asked = self._presence_known
         self._on_deleted = self._deletes_ended
-        # Small system calls on names that no transfer waits for: times of use, values.
-        self._chores = ThreadPoolExecutor(1, "kvtier-disk-chores")
+        # Small system calls on names that no transfer waits for, nor the end of the process: times of use, values.
+        self._chores: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._do_chores, name="kvtier-disk-chores", daemon=True).start()
 
     def _enter_generation(self, generation: int) -> None:
         """Its directory comes first: where that cannot be made, nothing has changed, and no file is taken for one of another generation."""
@@ -226,15 +229,15 @@ class SharedStore(PartStore):
     def entries(self) -> Iterator[PartEntry]:
         """Every file of this rank and generation, longest unused first as far as times of use are kept. Walks the directories: slow."""
         found = []
-        for first in self._directory_path.iterdir():
-            if len(first.name) != 3 or not first.is_dir():
-                continue
-            for second in first.iterdir():
-                with os.scandir(second) as files:
-                    for file in files:
-                        if PART_NAME.fullmatch(file.name):
-                            status = file.stat()
-                            found.append((status.st_mtime, self.layout.key_of(file.name), status.st_size))
+        for folder in self._directory_path.glob("[0-9a-f]" * 3 + "/" + "[0-9a-f]" * 2):
+            # What others take away meanwhile, or put there, is passed over.
+            with contextlib.suppress(OSError), os.scandir(folder) as files:
+                for file in files:
+                    if not is_part(str(folder), file.name):
+                        continue
+                    with contextlib.suppress(OSError):
+                        status = file.stat()
+                        found.append((status.st_mtime, self.layout.key_of(file.name), status.st_size))
         for _, key, size in sorted(found):
             yield PartEntry(key, size if self._trailer == "on" else _slot_bytes(size))
 
@@ -495,7 +498,7 @@ class SharedStore(PartStore):
         until = time.monotonic() + deadline_s
         flushed = self.flush(deadline_s)
         quiet = self._io.close(max(1.0, until - time.monotonic()))
-        self._chores.shutdown(wait=False, cancel_futures=True)
+        self._chores.put(None)
         return flushed and quiet
 
     def _refused(self, parts: Sequence[PartWrite] | Sequence[PartRead], done: PartsDone) -> bool:
@@ -590,6 +593,10 @@ class SharedStore(PartStore):
         if job.error:
             # A directory that we made may have been removed by hand: make it again next time.
             self._made.discard(folder_of(write.path))
+            if job.error == errno.ENOENT and self._trailer == "on":
+                # Or the whole tree was: plain files would then be anybody's, whoever claims the name next.
+                directory = self._directory_path
+                self._chore(lambda: directory.mkdir(parents=True, exist_ok=True))
             failure = PartFailure.NO_SPACE if job.error in (errno.ENOSPC, errno.EDQUOT) else PartFailure.IO
             return failure, f"{os.fsdecode(write.path)}: {error_text(job.error)}"
         self._made.add(folder_of(write.path))
@@ -668,17 +675,13 @@ class SharedStore(PartStore):
         self._chore(lambda: os.utime(path))
 
     def _chore(self, call: Callable[[], object]) -> None:
-        def guarded() -> None:
-            try:
-                call()
-            except OSError:
-                return
+        if self._chores.qsize() < _CHORES_MAX:
+            self._chores.put(call)
 
-        if self._chores._work_queue.qsize() < 10_000:
-            try:
-                self._chores.submit(guarded)
-            except RuntimeError:
-                return
+    def _do_chores(self) -> None:
+        while (call := self._chores.get()) is not None and not self._closing:
+            with contextlib.suppress(OSError):
+                call()
 
 
 def _slot_bytes(payload_bytes: int) -> int:
