@@ -14,6 +14,7 @@ from kvtier.tier.disk.catalog import (
     Catalog,
     CatalogCorruptError,
     CatalogRow,
+    is_damage,
 )
 
 
@@ -126,3 +127,12 @@ def test_damage_and_versions_are_told_apart(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StoreUnavailableError):
         Catalog(tmp_path, "none", read_only=True)
+
+
+def test_only_what_says_damage_is_damage() -> None:
+    assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
+    assert is_damage(sqlite3.DatabaseError("file is not a database"))
+    assert is_damage(sqlite3.OperationalError("malformed database schema (parts)"))
+    assert not is_damage(sqlite3.OperationalError("database or disk is full"))
+    assert not is_damage(sqlite3.IntegrityError("NOT NULL constraint failed: parts.key"))
+    assert not is_damage(OSError(5, "Input/output error"))

@@ -121,9 +121,7 @@ class CatalogCorruptError(Exception):
 
 def is_damage(error: Exception) -> bool:
     """Whether SQLite says that the database is damaged, not that it cannot be used now."""
-    return isinstance(error, sqlite3.DatabaseError) and (
-        not isinstance(error, sqlite3.OperationalError | sqlite3.ProgrammingError) or "malformed" in str(error)
-    )
+    return type(error) is sqlite3.DatabaseError or (isinstance(error, sqlite3.Error) and "malformed" in str(error))
 
 
 @contextlib.contextmanager
