@@ -590,6 +590,20 @@ def test_a_directory_is_one_namespace_s_and_others_get_their_own(tmp_path: Path)
     assert [path for path in tmp_path.rglob("*") if ".new-" in path.name] == []
 
 
+def test_whose_a_directory_is_is_on_the_medium_before_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def sync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_size)
+        assert not list(tmp_path.rglob(f"kvtier-{layout(tmp_path).dtype}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    claim(layout(tmp_path), Namespace({"weights": "a"}))
+    assert synced == [layout(tmp_path).manifest_path.stat().st_size]
+
+
 def test_engines_that_start_at_once_agree_on_whose_a_directory_is(tmp_path: Path) -> None:
     for turn in range(20):
         names = [Namespace({"weights": number % 2, "turn": turn}) for number in range(8)]

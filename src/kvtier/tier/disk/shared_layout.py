@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 
 from kvtier.errors import ConfigError, StoreUnavailableError
-from kvtier.identity.namespace import MANIFEST_NAME, Namespace, manifest_of
+from kvtier.identity.namespace import MANIFEST_NAME, Namespace, manifest_of, write_synced
 
 SUFFIX = b".bin"
 TEMPORARY = b".bin.tmp-"
@@ -149,7 +149,7 @@ def _name_once(path: Path, text: str) -> None:
         return
     new = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}.new-", dir=path.parent.parent))
     try:
-        (new / path.name).write_text(text)
+        write_synced(new / path.name, text)
         new.chmod(0o755)
         new.rename(path.parent)
     except OSError as error:
