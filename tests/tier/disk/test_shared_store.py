@@ -205,6 +205,24 @@ def test_a_write_that_meets_the_same_part_in_other_bits_is_a_success_and_changes
     store.close(WAIT_S)
 
 
+def test_a_part_that_another_engine_stored_and_removed_again_is_stored(tmp_path: Path) -> None:
+    key, other = key_of(1), open_shared(tmp_path)
+    write_parts(other, {key: sealed(key, 1)})
+    io = FaultyIO(make_io("threads"))
+    store = open_shared(tmp_path, io=io)
+    io.rule = lambda job: Fault(stalls=True) if [step.op for step in job.steps][1:2] == [Op.OPEN] else None
+    waiter = Waiter(1)
+    store.submit_write([PartWrite(key, sealed(key, 1))], waiter)
+    wait_until(lambda: io.stalled == 1)
+    other.delete([key])
+    assert other.flush(WAIT_S)
+    io.rule = lambda job: None
+    io.release()
+    assert waiter.failures() == {key: None}
+    assert read_part(other, key, PART_BYTES) == (None, bytes(sealed(key, 1)))
+    assert store.close(WAIT_S) and other.close(WAIT_S)
+
+
 def test_a_name_taken_by_another_part_is_refused(tmp_path: Path) -> None:
     store = open_shared(tmp_path)
     write_parts(store, {key_of(1): sealed(key_of(2), 1)})
@@ -543,6 +561,24 @@ def test_commit_markers_say_in_one_question_that_all_ranks_stored(tmp_path: Path
     other.reset(1)
     assert settled(other, keys) == [False] * 20
     store.close(WAIT_S)
+
+
+def test_a_marker_made_after_a_reset_is_no_word_on_the_new_generation(tmp_path: Path, clock: Clock) -> None:
+    hangs = threading.Event()
+
+    def exists(path: bytes) -> bool:
+        hangs.wait(WAIT_S)
+        return False
+
+    presence = SharedPresence(layout(tmp_path), ranks=2, clock=clock, markers=True, threads=1, exists=exists)
+    presence.lookup([key_of(9)])
+    made = threading.Event()
+    presence.commit([key_of(1)], lambda results: made.set())
+    presence.reset(1)
+    hangs.set()
+    assert made.wait(WAIT_S)
+    assert presence.lookup([key_of(1)]) == [None]
+    assert presence.close(WAIT_S)
 
 
 def test_publish_is_seen_at_once_here_and_by_markers_elsewhere(tmp_path: Path, clock: Clock) -> None:

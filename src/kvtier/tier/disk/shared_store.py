@@ -638,14 +638,17 @@ class SharedStore(PartStore):
 
     def _looked(self, jobs: list[Job]) -> None:
         outcome: list[tuple[_Batch, PartDone]] = []
+        ended = 0
         for job in jobs:
             write, tail = job.tag
             failure, detail = None, ""
-            if job.error == errno.ENOENT:
-                failure, detail = (
-                    PartFailure.IO,
-                    f"{os.fsdecode(write.path)} was stored by another engine and removed again",
-                )
+            if write.deleted:
+                failure, detail = PartFailure.CANCELLED, "deleted while it was being written"
+            elif job.error == errno.ENOENT:
+                # Stored by another engine, and removed again: now it is ours to store.
+                again = Job((Step(Op.STAT, path=write.path, length=-1),), write.lane, None, write)
+                self._io.submit([again], self._on_asked)
+                continue
             elif job.error:
                 failure, detail = (
                     PartFailure.EXISTS_DIFFERENT,
@@ -660,9 +663,10 @@ class SharedStore(PartStore):
                 )
             else:
                 self.stats.parts_found_written += 1
+            ended += 1
             outcome += self._conclude(write, failure, detail)
         self._say_all(outcome)
-        self._ended(len(jobs))
+        self._ended(ended)
 
     def _note_use(self, key: Key, path: bytes) -> None:
         """Keep the file's time of use for the janitor, to the hour: a metadata write for each read would cost more than it is worth."""
