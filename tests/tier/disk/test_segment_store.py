@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -534,6 +535,30 @@ def test_what_a_close_overtakes_ends_once(tmp_path: Path, monkeypatch: pytest.Mo
     else:
         store.submit_read([PartRead(key, buffer) for key, buffer in buffers.items()], waiter)
     assert PartFailure.CLOSED in waiter.failures().values()
+
+
+def test_of_several_that_close_at_once_one_gives_the_files_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(3)})
+    let_go, times = store._let_go, []
+
+    def slow() -> None:
+        times.append(len(os.listdir("/proc/self/fd")))
+        time.sleep(0.05)
+        let_go()
+
+    monkeypatch.setattr(store, "_let_go", slow)
+    answers: list[bool] = []
+    threads = [threading.Thread(target=lambda: answers.append(store.close(WAIT_S))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert answers == [True] * 6
+    assert len(times) == 1
+    open_store(tmp_path).close(WAIT_S)
 
 
 def test_a_write_that_ends_after_close_is_answered(tmp_path: Path) -> None:

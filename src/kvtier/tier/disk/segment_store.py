@@ -946,11 +946,13 @@ class SegmentStore(PartStore):
     def close(self, deadline_s: float) -> bool:
         if os.getpid() != self._pid:
             return True
-        with self._lock:
-            if self._closed:
-                return self._closed_well
-            self._closing = True
         until = time.monotonic() + deadline_s
+        with self._lock:
+            first, self._closing = not self._closing, True
+            if not first:
+                # Descriptors are given back once: their numbers may be other files' by then.
+                self._idle.wait_for(lambda: self._closed, max(0.0, until - time.monotonic()))
+                return self._closed_well
         flushed = self.flush(deadline_s)
         with self._lock:
             for write in list(self._writing.values()):
@@ -967,12 +969,13 @@ class SegmentStore(PartStore):
         if self._keeper is not None and threading.current_thread() is not self._keeper:
             self._keeper.join(max(1.0, until - time.monotonic()))
             quiet = quiet and not self._keeper.is_alive()
-        with self._lock:
-            self._closed = True
-            self._closed_well = flushed and quiet
         if quiet:
             self._let_go()
         # Else operations still own slots of these files: the lock stays with this process until it ends.
+        with self._lock:
+            self._closed = True
+            self._closed_well = flushed and quiet
+            self._idle.notify_all()
         return flushed and quiet
 
     # -- ends of I/O, on the engine's threads
