@@ -780,6 +780,21 @@ def test_entries_pass_over_what_others_put_there(tmp_path: Path) -> None:
     assert store.close(WAIT_S)
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_empty_directories_may_be_removed_at_any_time(tmp_path: Path, levels: int) -> None:
+    store = open_shared(tmp_path)
+    part = sealed(key_of(1), 1)
+    for _ in range(3):
+        assert write_parts(store, {key_of(1): part}) == {key_of(1): None}
+        store.delete([key_of(1)])
+        assert store.flush(WAIT_S)
+        folder = file_of(tmp_path, key_of(1)).parent
+        for _ in range(levels):
+            folder.rmdir()
+            folder = folder.parent
+    assert store.close(WAIT_S)
+
+
 def test_a_tree_that_was_removed_is_made_again(tmp_path: Path) -> None:
     store = open_shared(tmp_path)
     write_parts(store, {key_of(1): sealed(key_of(1), 1)})

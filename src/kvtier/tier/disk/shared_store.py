@@ -297,10 +297,14 @@ class SharedStore(PartStore):
             return PartDone(part.key, PartFailure.SHORT, "a part of no bytes cannot be stored")
         write = _Write(part, lane, self.layout.path(self._directory, part.key), self._generation, [batch])
         self._writing[part.key] = write
-        job = Job((Step(Op.STAT, path=write.path, length=-1),), lane, None, write)
+        job = self._asking_job(write)
         batch.jobs.append(job)
         jobs.append(job)
         return None
+
+    @staticmethod
+    def _asking_job(write: _Write) -> Job:
+        return Job((Step(Op.STAT, path=write.path, length=-1),), write.lane, None, write)
 
     def _presence_known(self, jobs: list[Job]) -> None:
         """Write what is not there; look closer at what is."""
@@ -575,6 +579,11 @@ class SharedStore(PartStore):
             if job.error == errno.EEXIST and job.failed_step == write.link_step and not write.deleted:
                 self._look_at_the_other(write)
                 continue
+            if job.error == errno.ENOENT and folder_of(write.path) in self._made and not write.deleted:
+                # Somebody removed a directory that seemed empty: make it again.
+                self._made.discard(folder_of(write.path))
+                self._io.submit([self._asking_job(write)], self._on_asked)
+                continue
             if job.error in _LINK_REFUSED and job.failed_step == write.link_step and self.links_work:
                 self.stats.notes.append(
                     f"{self.layout.root} refused a hard link ({error_text(job.error)}): files are renamed into place from now on"
@@ -646,8 +655,7 @@ class SharedStore(PartStore):
                 failure, detail = PartFailure.CANCELLED, "deleted while it was being written"
             elif job.error == errno.ENOENT:
                 # Stored by another engine, and removed again: now it is ours to store.
-                again = Job((Step(Op.STAT, path=write.path, length=-1),), write.lane, None, write)
-                self._io.submit([again], self._on_asked)
+                self._io.submit([self._asking_job(write)], self._on_asked)
                 continue
             elif job.error:
                 failure, detail = (
