@@ -767,6 +767,23 @@ def test_the_janitor_touches_nothing_that_is_not_of_the_layout(tmp_path: Path, n
     assert other.exists() and report.files == 0
 
 
+def test_generations_leave_no_directories_behind(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    write_parts(store, {key_of(n): sealed(key_of(n), n) for n in range(4)})
+    store.reset(5)
+    write_parts(store, {key_of(n): sealed(key_of(n), n, generation=5) for n in range(4)})
+    presence = SharedPresence(layout(tmp_path), ranks=2, clock=time.monotonic, markers=True, generation=5)
+    presence.publish([key_of(1)])
+    assert presence.close(WAIT_S)
+    sweep(tmp_path, JanitorRules(bytes_max=0, grace_s=0.0), now_s=time.time() + 1.0)
+    assert not list(tmp_path.rglob("*.bin"))
+    assert not list(layout(tmp_path).rank_directory(0, 5).iterdir())
+    assert not list(layout(tmp_path).marker_directory(5).iterdir())
+    assert file_of(tmp_path, key_of(1)).parent.is_dir()
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1, generation=5)}) == {key_of(1): None}
+    assert store.close(WAIT_S)
+
+
 def test_entries_pass_over_what_others_put_there(tmp_path: Path) -> None:
     store = open_shared(tmp_path)
     parts = {key_of(n): sealed(key_of(n), n) for n in range(3)}

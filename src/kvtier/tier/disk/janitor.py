@@ -10,6 +10,7 @@ attribute that the writer left where the filesystem keeps such; records without 
 what is ranked is value divided by the time since the last use.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -211,4 +212,14 @@ def _remove(path: str, report: JanitorReport, *, dry_run: bool) -> bool:
     except OSError as exception:
         report.errors.append(f"{path}: {exception.strerror}")
         return False
+    _remove_empty(Path(path).parent)
     return True
+
+
+def _remove_empty(folder: Path) -> None:
+    """Take away a later generation's directories with their last file, or each reset would leave a million. Generation 0 is py-kvcache's place, too: its stay."""
+    if not any(name.startswith("generation_") for name in folder.parts):
+        return
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
