@@ -283,6 +283,21 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, changes: dict[str, 
         open_cache(tmp_path / "d", **changes)
 
 
+@pytest.mark.parametrize("wrong", [keys(1, 2, 3), keys(1), ["text"] * 2, [None] * 2, [7, 8]])
+def test_a_put_of_wrong_keys_changes_nothing(tmp_path: Path, wrong: list[Any]) -> None:
+    cache = open_cache(tmp_path)
+    for call in (cache.put, cache.get):
+        with pytest.raises(ValueError, match="keys|bytes"):
+            call(wrong, [bytearray(payload(1)), bytearray(payload(2))])
+    assert cache.lookup(keys(1)) == 0
+    assert put(cache, 1, 2) == 2
+    assert get(cache, 1, 2) == 2
+    assert cache.flush(20.0)
+    assert cache.close()
+    with open_cache(tmp_path) as cache:
+        assert get(cache, 1, 2) == 2
+
+
 @pytest.mark.parametrize("size", [0, PART - 1, PART + 1])
 def test_a_buffer_of_another_size_is_refused(size: int) -> None:
     with open_cache(None) as cache:

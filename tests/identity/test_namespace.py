@@ -52,6 +52,28 @@ def test_a_manifest_of_something_else_is_refused(tmp_path: Path, content: str) -
     assert (directory / "manifest.json").read_text() == content
 
 
+def test_a_manifest_is_on_the_medium_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def sync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        assert os.fstat(fd).st_size > 0
+        assert not list(tmp_path.rglob("manifest.json"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_manifest(Namespace({"model": "tiny"}), tmp_path)
+    assert synced
+
+
+def test_an_empty_manifest_is_written_again(tmp_path: Path) -> None:
+    namespace = Namespace({"model": "tiny"})
+    directory = namespace.directory(tmp_path)
+    directory.mkdir()
+    (directory / "manifest.json").write_bytes(b"")
+    write_manifest(namespace, tmp_path)
+    assert json.loads((directory / "manifest.json").read_text())["id"] == namespace.id.hex()
+
+
 def test_file_fingerprints_see_size_start_and_end(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     prints = set()

@@ -150,6 +150,7 @@ class Cache:
         is there already is left as it is.
         """
         addresses = [self._address(buffer, writable=False) for buffer in buffers]
+        self._check(keys, buffers)
         depths = depths_tokens or range(1, len(keys) + 1)
         parents = [None, *keys[:-1]]
         wanted = [Part(*part) for part in zip(keys, [0] * len(keys), depths, parents, strict=True)]
@@ -174,8 +175,7 @@ class Cache:
         What lies in a buffer after those is undefined. A part that turns out to be lost or wrong is a miss, and ends the prefix.
         """
         addresses = [self._address(buffer, writable=True) for buffer in buffers]
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: pass one buffer for each key")
+        self._check(keys, buffers)
         with self._lock:
             self._step()
             first = True
@@ -267,6 +267,14 @@ class Cache:
             hashes = [blake2b(key, digest_size=ID_BYTES).digest() for key in keys]
             self._trace.arrived(str(self._next_job), hashes, len(keys), time.monotonic())
             self._trace.answered(str(self._next_job), 0)
+
+    @staticmethod
+    def _check(keys: Sequence[bytes], buffers: Sequence[ByteBuffer]) -> None:
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: pass one buffer for each key")
+        for key in keys:
+            if not isinstance(key, bytes):
+                raise ValueError(f"key {key!r} is no bytes: pass bytes")
 
     def _address(self, buffer: ByteBuffer, *, writable: bool) -> int:
         array = np.frombuffer(buffer, dtype=np.uint8)

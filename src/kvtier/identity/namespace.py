@@ -54,7 +54,8 @@ def write_manifest(namespace: Namespace, root: Path) -> Path:
     directory = namespace.directory(root)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / MANIFEST_NAME
-    if path.exists():
+    # An empty one says nothing: a power cut took what an earlier version wrote.
+    if path.exists() and path.stat().st_size:
         try:
             found = json.loads(path.read_text())
         except ValueError as error:
@@ -66,9 +67,17 @@ def write_manifest(namespace: Namespace, root: Path) -> Path:
         return directory
     text = json.dumps(manifest_of(namespace), indent=1)
     temporary = directory / f".{MANIFEST_NAME}.{os.getpid()}"
-    temporary.write_text(text + "\n")
+    write_synced(temporary, text + "\n")
     temporary.replace(path)
     return directory
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write `text` to stable storage, so that a name given afterwards never shows an empty file after a power cut."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def file_fingerprint(path: Path, sample_bytes: int = 1 << 20) -> str:

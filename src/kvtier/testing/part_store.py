@@ -220,6 +220,27 @@ class PartStoreSuite:
         assert read_part(store, next(iter(parts)), self.part_bytes)[0] is None
         store.close(WAIT_S)
 
+    def test_a_submit_that_raises_has_taken_nothing(self, tmp_path: Path) -> None:
+        store = self.open_store(tmp_path, 64 * self.part_bytes)
+        parts = self.parts(4)
+        holes = memoryview(bytearray(2 * self.part_bytes))[::2]
+        said: list[object] = []
+        writes = [PartWrite(key, buffer) for key, buffer in parts.items()]
+        reads = [PartRead(key, aligned_buffer(self.part_bytes)) for key in parts]
+
+        def raises(submit: Callable[[], object]) -> bool:
+            try:
+                submit()
+            except (ValueError, TypeError, BufferError):
+                return True
+            return False
+
+        assert raises(lambda: store.submit_write([*writes, PartWrite(b"h" * 32, holes)], said.append))
+        assert raises(lambda: store.submit_read([*reads, PartRead(b"h" * 32, holes)], said.append))
+        assert store.flush(WAIT_S) and said == []
+        assert set(write_parts(store, parts).values()) == {None}
+        assert store.close(WAIT_S)
+
     def test_after_close_everything_ends_as_closed(self, tmp_path: Path) -> None:
         store = self.open_store(tmp_path, 64 * self.part_bytes)
         assert store.close(WAIT_S)

@@ -14,7 +14,7 @@ from kvtier.tier.disk.catalog import (
     Catalog,
     CatalogCorruptError,
     CatalogRow,
-    set_aside,
+    is_damage,
 )
 
 
@@ -124,8 +124,15 @@ def test_damage_and_versions_are_told_apart(tmp_path: Path) -> None:
         database.execute("PRAGMA application_id=1")
     with pytest.raises(CatalogCorruptError, match="not a kvtier catalog"):
         Catalog(tmp_path, "none")
-    aside = set_aside(tmp_path)
-    assert aside.exists()
-    assert not path.exists()
+    path.unlink()
     with pytest.raises(StoreUnavailableError):
         Catalog(tmp_path, "none", read_only=True)
+
+
+def test_only_what_says_damage_is_damage() -> None:
+    assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
+    assert is_damage(sqlite3.DatabaseError("file is not a database"))
+    assert is_damage(sqlite3.OperationalError("malformed database schema (parts)"))
+    assert not is_damage(sqlite3.OperationalError("database or disk is full"))
+    assert not is_damage(sqlite3.IntegrityError("NOT NULL constraint failed: parts.key"))
+    assert not is_damage(OSError(5, "Input/output error"))

@@ -128,3 +128,22 @@ def test_the_store_refuses_what_the_budget_does_not_carry_and_remembers(tmp_path
     store = open_store(1e9 + 3600)
     assert write_parts(store, {b"new" + bytes(29): pattern(1, PAGE_BYTES)}) == {b"new" + bytes(29): None}
     store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_clock_that_was_ahead_and_was_set_right_stops_nothing(restarted: bool) -> None:
+    budget = WriteBudget(24 * 1000, now_s=0.0)
+    budget.wrote(500, 1e9)
+    assert budget.admit(b"a", 1000, 1.0, 0, 1e9)
+    if restarted:
+        budget = WriteBudget(24 * 1000, now_s=10.0, saved=budget.state())
+    assert not budget.admit(b"b", 1000, 1.0, 0, 10.0), "a step backwards earns nothing"
+    assert budget.admit(b"c", 1000, 1.0, 0, 10.0 + 3600.0)
+    budget.wrote(700, 10.0 + 3600.0)
+    assert budget.meter(10.0 + 3600.0).written_last_day_bytes == 700
+
+
+def test_a_clock_that_swings_earns_no_more_than_an_hour_s_worth_a_swing_forwards() -> None:
+    budget = WriteBudget(24 * 1000, now_s=0.0)
+    admitted = sum(budget.admit(b"%d" % n, 100, 1.0, 0, 0.0 if n % 2 else 36.0) for n in range(100))
+    assert admitted * 100 <= 1000 + 50 * 10

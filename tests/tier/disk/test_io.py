@@ -296,6 +296,63 @@ def test_close_does_not_wait_for_ever_nor_forget_what_is_under_way(stuck: Callab
     assert [job.error for job in refused] == [errno.ECANCELED]
 
 
+def test_close_ends_while_a_callback_is_at_work(io: IOEngine, fd: int) -> None:
+    ended: list[Job] = []
+    at_work = threading.Event()
+
+    def slow(jobs: list[Job]) -> None:
+        ended.extend(jobs)
+        if not at_work.is_set():
+            at_work.set()
+            time.sleep(0.05)
+
+    buffer = aligned_buffer(PAGE_BYTES)
+    io.submit([move(Op.READ, fd, 0, buffer) for _ in range(400)], slow)
+    assert at_work.wait(WAIT_S)
+    assert io.close(WAIT_S / 3)
+    assert len(ended) == 400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turn", range(4))
+def test_what_is_submitted_beside_a_close_ends_once(kind: str, turn: int, fd: int) -> None:
+    io = make_io(kind)
+    ended: list[Job] = []
+    submitted: list[Job] = []
+    buffer = aligned_buffer(PAGE_BYTES)
+
+    def submit() -> None:
+        while not (ended and ended[-1].error):
+            submitted.append(move(Op.READ, fd, 0, buffer))
+            io.submit(submitted[-1:], ended.extend)
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    wait_until(lambda: len(submitted) > 10 * turn)
+    assert io.close(WAIT_S)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    wait_until(lambda: len(ended) == len(submitted))
+
+
+def test_a_closed_ring_writes_to_no_descriptor_that_it_gave_back(fd: int) -> None:
+    ring = make_io("ring")
+    wake_fd = ring._wake_fd  # type: ignore[attr-defined]
+
+    def close_meanwhile(jobs: list[Job], finished: object) -> list[Job]:
+        assert ring.close(WAIT_S)
+        os.dup2(fd, wake_fd)  # somebody else's file has the number now
+        return jobs
+
+    ring._unsupported_ops = {int(Op.MKDIR)}  # type: ignore[attr-defined]
+    ring._give_to_helper = close_meanwhile  # type: ignore[attr-defined]
+    try:
+        job = run_jobs(ring, [move(Op.READ, fd, 0, aligned_buffer(PAGE_BYTES))])[0]
+        assert job.error == errno.ECANCELED
+    finally:
+        os.close(wake_fd)
+
+
 def test_lanes_are_served_in_their_order(stuck: Callable[..., Stuck], fd: int) -> None:
     disk = stuck(iodepth=1)
     ended: list[Job] = []

@@ -1,10 +1,13 @@
 """The segment store on real files."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +19,7 @@ from kvtier.policy.registry import make_policy
 from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
-from kvtier.tier.disk import segment_store
+from kvtier.tier.disk import rebuild, segment_store
 from kvtier.tier.disk.base import PartFailure, PartRead, PartStore, PartWrite
 from kvtier.tier.disk.catalog import Catalog, CatalogRow
 from kvtier.tier.disk.engines import make_io
@@ -110,6 +113,56 @@ def test_the_floor_of_free_disk_is_kept(tmp_path: Path) -> None:
     assert set(failures.values()) == {PartFailure.NO_SPACE}
     assert store.stats().used_bytes == 0
     store.close(WAIT_S)
+
+
+def test_the_floor_is_given_back_to_even_where_the_catalog_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_store, "_TOUCH_PERIOD_S", 0.01)
+    store = open_store(tmp_path, 64 * PAGE_BYTES, free_bytes_min=1 << 20)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(8)})
+    store.delete(keys(6))
+    assert store.flush(WAIT_S)
+
+    def full(*arguments: object, **named: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Catalog, "commit", full)
+    monkeypatch.setattr(Catalog, "save_state", full)
+    read_part(store, keys(1, 7)[0], PAGE_BYTES)
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real[:4], 0, *real[5:])))
+    wait_until(lambda: store.stats().disk_bytes == 2 * PAGE_BYTES)
+    monkeypatch.undo()
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (errno.ENOSPC, PartFailure.NO_SPACE),
+        (errno.EDQUOT, PartFailure.NO_SPACE),
+        (errno.EROFS, PartFailure.IO),
+        (errno.EIO, PartFailure.IO),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "posix_fallocate", "statvfs"])
+def test_only_what_lacks_room_is_called_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int, failure: PartFailure
+) -> None:
+    store = open_store(tmp_path)
+    real_open = os.open
+
+    def fails(path: object, *arguments: int) -> int:
+        if call == "open" and not str(path).endswith(".kv"):
+            return real_open(path, *arguments)  # type: ignore[arg-type]
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        assert write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)}) == {keys(1)[0]: failure}
+    assert write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)}) == {keys(1)[0]: None}
+    assert store.close(WAIT_S)
 
 
 def test_a_smaller_capacity_drops_the_longest_unused(tmp_path: Path) -> None:
@@ -248,6 +301,105 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         open_store(tmp_path, rank=-1)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"generation": 1e400}',
+        "GENERATION -1",
+        "GENERATION 1e400",
+        "GENERATION 1" + "0" * 30,
+    ],
+)
+def test_a_format_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    store = open_store(tmp_path)
+    store.close(WAIT_S)
+    path = store.directory / "format.json"
+    if text.startswith("GENERATION"):
+        text = path.read_text().replace('"generation": 0', f'"generation": {text.split()[1]}')
+    path.write_text(text)
+    with pytest.raises(StoreUnavailableError, match=r"format\.json cannot be understood"):
+        open_store(tmp_path)
+
+
+def test_what_only_has_the_name_of_a_segment_is_passed_over(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(3)})
+    store.close(WAIT_S)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    (store.directory / "seg_00000005_4096.kv").mkdir()
+    (store.directory / "seg_00000006_4096.kv").symlink_to(tmp_path / "nowhere")
+    (store.directory / "seg_00000007_4096.kv").symlink_to(elsewhere)
+    (store.directory / "seg_00000008_0.kv").touch()
+    (store.directory / "seg_00000009_5000.kv").write_bytes(bytes(20_000))
+    store = open_store(tmp_path)
+    assert len(store) == 3
+    assert set(write_parts(store, {key: pattern(1, 2 * PAGE_BYTES) for key in keys(3, 9)}).values()) == {None}
+    assert elsewhere.read_bytes() == b"not ours"
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_what_the_system_refuses_at_the_start_is_told_in_our_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    store.close(WAIT_S)
+    real = os.open
+
+    def refused(path: object, *arguments: int) -> int:
+        if str(path).endswith(".kv"):
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(StoreUnavailableError, match="cannot be used"):
+            open_store(tmp_path)
+    store = open_store(tmp_path)
+    assert len(store) == 1
+    assert store.close(WAIT_S)
+
+
+def test_where_the_filesystem_cannot_allocate_direct_io_works_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ext3: the C library then writes a byte of each block, and direct I/O refuses single bytes."""
+    real = os.posix_fallocate
+
+    def emulated(fd: int, offset: int, length: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", emulated)
+    store = open_store(tmp_path)
+    parts = {key: pattern(int(key), PAGE_BYTES) for key in keys(9)}
+    assert set(write_parts(store, parts).values()) == {None}
+    for key, part in parts.items():
+        assert read_part(store, key, PAGE_BYTES) == (None, bytes(part))
+    assert store.close(WAIT_S)
+
+
+def test_a_child_forked_while_the_store_is_at_work_waits_for_nobody(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with store._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(WAIT_S))
+            store.stats()
+            store.endurance()
+            list(store.entries())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert store.close(WAIT_S)
+
+
 def test_another_owner_of_the_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_store(tmp_path).close(WAIT_S)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -346,6 +498,100 @@ def test_a_store_whose_reset_never_becomes_durable_can_be_closed(
     assert set(waiter.failures().values()) <= {PartFailure.IO, PartFailure.CLOSED}
     monkeypatch.undo()
     open_store(tmp_path).close(WAIT_S)
+
+
+def test_a_write_that_a_reset_overtakes_is_not_of_the_new_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    hash_of = segment_store._head_hash
+
+    def after_a_reset(buffer: memoryview) -> int:
+        store.reset(1)
+        return hash_of(buffer)
+
+    monkeypatch.setattr(segment_store, "_head_hash", after_a_reset)
+    assert write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)}) == {keys(1)[0]: PartFailure.CANCELLED}
+    assert list(store.entries()) == []
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("moment", ["_head_hash", "_write_job", "_writable_address", "_read_job"])
+def test_what_a_close_overtakes_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    place = store if hasattr(store, moment) else segment_store
+    before = getattr(place, moment)
+
+    def after_a_close(*arguments: object) -> object:
+        store.close(0.0)
+        return before(*arguments)
+
+    monkeypatch.setattr(place, moment, after_a_close)
+    waiter = Waiter(3)
+    buffers = {key: pattern(2, PAGE_BYTES) for key in keys(3)}
+    if moment in ("_head_hash", "_write_job"):
+        store.submit_write([PartWrite(key, buffer) for key, buffer in buffers.items()], waiter)
+    else:
+        store.submit_read([PartRead(key, buffer) for key, buffer in buffers.items()], waiter)
+    assert PartFailure.CLOSED in waiter.failures().values()
+
+
+def test_of_several_that_close_at_once_one_gives_the_files_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(3)})
+    let_go, times = store._let_go, []
+
+    def slow() -> None:
+        times.append(len(os.listdir("/proc/self/fd")))
+        time.sleep(0.05)
+        let_go()
+
+    monkeypatch.setattr(store, "_let_go", slow)
+    answers: list[bool] = []
+    threads = [threading.Thread(target=lambda: answers.append(store.close(WAIT_S))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert answers == [True] * 6
+    assert len(times) == 1
+    open_store(tmp_path).close(WAIT_S)
+
+
+def test_a_write_that_ends_after_close_is_answered(tmp_path: Path) -> None:
+    io = FaultyIO(make_io("threads"), of_kind(Op.WRITE, Fault(stalls=True)))
+    store = open_store(tmp_path, io=io)
+    waiter = Waiter(1)
+    store.submit_write([PartWrite(keys(1)[0], pattern(1, PAGE_BYTES))], waiter)
+    wait_until(lambda: io.stalled == 1)
+    assert not store.close(0.0)
+    assert waiter.results == []
+    io.release()
+    assert waiter.failures() == {keys(1)[0]: PartFailure.CLOSED}
+
+
+def test_a_store_whose_catalog_cannot_be_written_can_be_closed_and_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path, 4 * PAGE_BYTES)
+    write_parts(store, {key: pattern(1, PAGE_BYTES) for key in keys(4)})
+
+    def full(*arguments: object, **named: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Catalog, "commit", full)
+    store.delete(keys(2))
+    waiter = Waiter(2)
+    store.submit_write([PartWrite(key, pattern(2, PAGE_BYTES)) for key in keys(2, 10)], waiter)
+    assert not store.close(0.2), "removals were not committed"
+    assert set(waiter.failures().values()) <= {PartFailure.IO, PartFailure.CLOSED}
+    monkeypatch.undo()
+    store = open_store(tmp_path, 4 * PAGE_BYTES)
+    assert {entry.key for entry in store.entries()} == set(keys(4))
+    assert store.close(WAIT_S)
 
 
 def test_a_submit_that_raises_has_taken_nothing(tmp_path: Path) -> None:
@@ -450,6 +696,97 @@ def test_a_reader_joins_and_follows_its_owner(tmp_path: Path) -> None:
     assert owner.close(WAIT_S)
 
 
+def test_files_are_made_known_to_the_engine_without_the_lock_that_its_thread_may_wait_for(tmp_path: Path) -> None:
+    class Watched(FaultyIO):
+        known = 0
+
+        def register_file(self, fd: int) -> None:
+            assert not any(store._lock.locked() for store in stores)
+            self.known += 1
+
+    stores: list[SegmentStore] = []
+    stores.append(open_store(tmp_path, io=Watched(make_io("threads"))))
+    stores.append(open_store(tmp_path, io=Watched(make_io("threads")), read_only=True))
+    for pages in range(1, 6):
+        part = {keys(1, pages)[0]: pattern(pages, pages * PAGE_BYTES)}
+        assert set(write_parts(stores[0], part).values()) == {None}
+        assert len(list(stores[1].entries())) == pages
+        assert read_part(stores[1], *part, pages * PAGE_BYTES) == (None, bytes(*part.values()))
+    assert stores[1].close(WAIT_S) and stores[0].close(WAIT_S)
+
+
+def test_a_reader_holds_no_disk_of_files_that_its_owner_removed(tmp_path: Path) -> None:
+    def deleted_open() -> int:
+        names = (Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd"))
+        return sum(
+            " (deleted)" in os.readlink(name) and ".kv" in os.readlink(name) for name in names if name.is_symlink()
+        )
+
+    owner = open_store(tmp_path)
+    large = {key: pattern(1, 8 * PAGE_BYTES) for key in keys(3)}
+    write_parts(owner, large)
+    io = FaultyIO(make_io("threads"))
+    reader = open_store(tmp_path, read_only=True, io=io)
+    assert read_part(reader, keys(1)[0], 8 * PAGE_BYTES)[0] is None
+    io.rule = of_kind(Op.READ, Fault(stalls=True))
+    waiter = Waiter(1)
+    reader.submit_read([PartRead(keys(1)[0], aligned_buffer(8 * PAGE_BYTES))], waiter)
+    owner.delete(list(large))
+    assert owner.flush(WAIT_S)
+    owner.compact()
+    assert list(reader.entries()) == [] and deleted_open() == 1, "a read is under way"
+    io.rule = lambda job: None
+    io.release()
+    assert waiter.failures() == {keys(1)[0]: PartFailure.MISSING}
+    assert list(reader.entries()) == [] and deleted_open() == 0
+    assert reader.close(WAIT_S) and owner.close(WAIT_S)
+
+
+def test_a_reader_sees_what_comes_while_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = open_store(tmp_path)
+    write_parts(owner, {keys(1)[0]: pattern(1, PAGE_BYTES)})
+    reader = open_store(tmp_path, read_only=True)
+    monkeypatch.setattr(segment_store, "_REFRESH_PERIOD_S", 0.0)
+    find = segment_store.find_segments
+    late = {keys(1, 1)[0]: pattern(2, 2 * PAGE_BYTES)}
+
+    def then_one_is_made(directory: Path) -> list[tuple[int, int, Path]]:
+        found = find(directory)
+        monkeypatch.setattr(segment_store, "find_segments", find)
+        write_parts(owner, late)
+        return found
+
+    monkeypatch.setattr(segment_store, "find_segments", then_one_is_made)
+    read_part(reader, b"unknown", PAGE_BYTES)
+    assert read_part(reader, *late, 2 * PAGE_BYTES)[0] is None
+    assert reader.close(WAIT_S) and owner.close(WAIT_S)
+
+
+@pytest.mark.parametrize("between", ["reset", "rebuild"])
+def test_a_reader_follows_its_owner_over_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    monkeypatch.setattr(segment_store, "_REFRESH_PERIOD_S", 0.0)
+    owner = open_store(tmp_path)
+    write_parts(owner, {key: sealed(key, 1, 1) for key in keys(6)})
+    reader = open_store(tmp_path, read_only=True)
+    assert len(list(reader.entries())) == 6
+    if between == "reset":
+        owner.reset(1)
+        owner.close(WAIT_S)
+    else:
+        owner.close(WAIT_S)
+        (owner.directory / "catalog.sqlite").write_bytes(b"damaged" * 1000)
+    owner = open_store(tmp_path)
+    owner.delete(keys(6))
+    assert owner.flush(WAIT_S)
+    new = {key: pattern(2, PAGE_BYTES) for key in keys(3, 50)}
+    write_parts(owner, new)
+    assert [read_part(reader, key, PAGE_BYTES)[0] for key in keys(6)] == [PartFailure.MISSING] * 6
+    assert [read_part(reader, key, PAGE_BYTES) for key in new] == [(None, bytes(part)) for part in new.values()]
+    assert reader.close(WAIT_S) and owner.close(WAIT_S)
+
+
 def sealed(key: bytes, seed: int, pages: int, generation: int = 0) -> memoryview:
     slot = pattern(seed, pages * PAGE_BYTES)
     seal_slot(slot, Identity(NAMESPACE, key, generation), pages * PAGE_BYTES - 512)
@@ -478,6 +815,77 @@ def test_a_corrupt_catalog_is_rebuilt_from_envelopes_and_says_so(tmp_path: Path)
     store.close(WAIT_S)
 
 
+@pytest.mark.parametrize("damage", ["zeros", "noise", "a bit in each page's head"])
+def test_whatever_part_of_a_catalog_is_damaged_a_start_or_two_later_all_is_well(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path)
+    parts = {key: sealed(key, index, 1) for index, key in enumerate(keys(60))}
+    write_parts(store, parts)
+    store.close(WAIT_S)
+    path = store.directory / "catalog.sqlite"
+    shutil.copytree(store.directory, tmp_path / "whole")
+    whole = path.read_bytes()
+    for page in range(len(whole) // PAGE_BYTES):
+        for turn in (0, 3, 5, 8) if damage.startswith("a bit") else (0,):
+            shutil.rmtree(store.directory)
+            shutil.copytree(tmp_path / "whole", store.directory)
+            at = page * PAGE_BYTES
+            if damage.startswith("a bit"):
+                at += turn + (100 if page == 0 else 0)
+                changed = bytes([whole[at] ^ 1 << (turn + page) % 8])
+            else:
+                changed = bytes(PAGE_BYTES) if damage == "zeros" else os.urandom(PAGE_BYTES)
+            path.write_bytes(whole[:at] + changed + whole[at + len(changed) :])
+            for _ in range(2):
+                # Damage that reading does not meet is met by the first write, and mended by the start after it.
+                again = open_store(tmp_path)
+                for key, payload in parts.items():
+                    failure, found = read_part(again, key, PAGE_BYTES)
+                    assert failure is PartFailure.MISSING or found == bytes(payload)
+                last = write_parts(again, {b"new": pattern(1, PAGE_BYTES)})
+                again.delete([b"new"])
+                again.close(0.1)
+            assert last == {b"new": None}, (page, turn)
+
+
+def test_a_rebuild_that_is_killed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    parts = {key: sealed(key, index, 1) for index, key in enumerate(keys(20))}
+    write_parts(store, parts)
+    store.close(WAIT_S)
+    (store.directory / "catalog.sqlite").write_bytes(b"damaged" * 1000)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments: object, **named: object) -> None:
+        raise Killed
+
+    steps = ((Catalog, "reset"), (Catalog, "commit"), (Path, "rename"), (Catalog, "close"), (rebuild, "sync_directory"))
+    for place, name in steps:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, killed)
+            with pytest.raises(Killed):
+                open_store(tmp_path)
+    store = open_store(tmp_path)
+    assert {entry.key for entry in store.entries()} == set(parts)
+    assert not list(store.directory.glob("*.new*"))
+    assert store.close(WAIT_S)
+
+
+def test_a_catalog_without_tables_beside_segments_is_damage(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(5))})
+    store.close(WAIT_S)
+    path = store.directory / "catalog.sqlite"
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("VACUUM")
+    store = open_store(tmp_path)
+    assert len(store) == 5
+    assert store.close(WAIT_S)
+
+
 def test_a_rebuild_brings_back_nothing_of_an_older_generation(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     write_parts(store, {key: sealed(key, 1, 1) for key in keys(6)})
@@ -499,7 +907,7 @@ def test_two_rows_for_one_slot_are_corruption(tmp_path: Path) -> None:
     write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(3))})
     store.close(WAIT_S)
     with sqlite3.connect(store.directory / "catalog.sqlite") as database:
-        database.execute("UPDATE parts SET place = (SELECT place FROM parts WHERE id = 1)")
+        database.execute("UPDATE parts SET place = (SELECT place FROM parts ORDER BY id LIMIT 1)")
     store = open_store(tmp_path)
     assert any("two rows claim" in note for note in store.notes)
     assert len(store) == 3

@@ -1,5 +1,6 @@
 """Room in segment files: who has which slot, and what disk that takes."""
 
+import errno
 import os
 import random
 import threading
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.tier.disk import segments as segments_module
 from kvtier.tier.disk.io import PAGE_BYTES
 from kvtier.tier.disk.segments import Segment, Segments, _runs, find_segments, segment_name, slot_bytes_for
 
@@ -93,6 +95,51 @@ def test_a_full_filesystem_is_told_and_the_books_stay_right(tmp_path: Path, monk
     assert segments.grow(PAGE_BYTES, 3) == ""
     assert segments.disk_bytes == 6 * PAGE_BYTES
     segments.close()
+
+
+@pytest.mark.parametrize("in_a_hole", [False, True])
+def test_what_a_failed_growth_allocated_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_hole: bool
+) -> None:
+    segments = make(tmp_path)
+    assert segments.grow(PAGE_BYTES, 6) == ""
+    places = [segments.take(PAGE_BYTES) for _ in range(6)]
+    if in_a_hole:
+        for place in places[1:5]:
+            assert place is not None
+            segments.give_back(*place)
+        segments.trim()
+    taken_bytes = segments.disk_bytes
+    real = os.posix_fallocate
+
+    def full_on_the_way(fd: int, offset: int, length: int) -> None:
+        real(fd, offset, max(PAGE_BYTES, length // 2 // PAGE_BYTES * PAGE_BYTES))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full_on_the_way)
+    assert "filesystem is full" in segments.grow(PAGE_BYTES, 3)
+    monkeypatch.undo()
+    assert segments.disk_bytes == taken_bytes
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("seg_*")) <= taken_bytes
+    assert segments.grow(PAGE_BYTES, 3) == ""
+    segments.close()
+
+
+def test_a_segment_whose_name_cannot_be_made_safe_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = make(tmp_path)
+
+    def fails(directory: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(segments_module, "sync_directory", fails)
+    open_before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(OSError, match="Input/output"):
+            segments.grow(PAGE_BYTES, 1)
+    assert os.listdir("/proc/self/fd") == open_before
+    assert list(tmp_path.iterdir()) == [] and segments.disk_bytes == 0
 
 
 def test_without_holes_only_ends_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

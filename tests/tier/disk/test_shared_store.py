@@ -19,9 +19,10 @@ from kvtier.identity.namespace import Namespace
 from kvtier.record.envelope import Identity, open_slot, seal_slot
 from kvtier.testing.disk_faults import Fault, FaultyIO, of_kind
 from kvtier.testing.part_store import WAIT_S, PartStoreSuite, Waiter, pattern, read_part, wait_until, write_parts
-from kvtier.tier.disk.base import Key, PartFailure, PartStore, PartWrite
+from kvtier.tier.disk import shared_store
+from kvtier.tier.disk.base import Key, PartFailure, PartRead, PartStore, PartWrite
 from kvtier.tier.disk.engines import make_io
-from kvtier.tier.disk.io import PAGE_BYTES, Op
+from kvtier.tier.disk.io import PAGE_BYTES, Op, aligned_buffer
 from kvtier.tier.disk.janitor import JanitorRules, sweep
 from kvtier.tier.disk.presence import SharedPresence
 from kvtier.tier.disk.shared_layout import SharedLayout, claim
@@ -204,6 +205,24 @@ def test_a_write_that_meets_the_same_part_in_other_bits_is_a_success_and_changes
     store.close(WAIT_S)
 
 
+def test_a_part_that_another_engine_stored_and_removed_again_is_stored(tmp_path: Path) -> None:
+    key, other = key_of(1), open_shared(tmp_path)
+    write_parts(other, {key: sealed(key, 1)})
+    io = FaultyIO(make_io("threads"))
+    store = open_shared(tmp_path, io=io)
+    io.rule = lambda job: Fault(stalls=True) if [step.op for step in job.steps][1:2] == [Op.OPEN] else None
+    waiter = Waiter(1)
+    store.submit_write([PartWrite(key, sealed(key, 1))], waiter)
+    wait_until(lambda: io.stalled == 1)
+    other.delete([key])
+    assert other.flush(WAIT_S)
+    io.rule = lambda job: None
+    io.release()
+    assert waiter.failures() == {key: None}
+    assert read_part(other, key, PART_BYTES) == (None, bytes(sealed(key, 1)))
+    assert store.close(WAIT_S) and other.close(WAIT_S)
+
+
 def test_a_name_taken_by_another_part_is_refused(tmp_path: Path) -> None:
     store = open_shared(tmp_path)
     write_parts(store, {key_of(1): sealed(key_of(2), 1)})
@@ -295,6 +314,112 @@ def test_a_new_generation_is_not_hindered_by_the_old_ones_files(tmp_path: Path) 
         store.reset(2)
     for one in (store, other):
         one.close(WAIT_S)
+
+
+def open_plain(root: Path, **changes: object) -> SharedStore:
+    """A store of plain files, whose parts are of the generation in force, as in an engine."""
+    stores: list[SharedStore] = []
+    stores.append(
+        open_shared(
+            root,
+            trailer="off",
+            payload_bytes=lambda key: PART_BYTES - 512,
+            identity=lambda key: identity(key, stores[0].generation),
+            **changes,
+        )
+    )
+    return stores[0]
+
+
+def test_a_reset_that_fails_serves_no_older_file_as_of_the_new_generation(tmp_path: Path) -> None:
+    store = open_plain(tmp_path)
+    write_parts(store, {key_of(1): sealed(key_of(1), 1)})
+    in_the_way = store.layout.rank_directory(0, 7)
+    in_the_way.write_text("no directory can be made here")
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError, match="generation 7"):
+            store.reset(7)
+    assert store.generation == 0
+    in_the_way.unlink()
+    store.reset(7)
+    assert read_part(store, key_of(1), PART_BYTES)[0] is PartFailure.MISSING
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("moment", ["waits for a delete", "submitted", "read"])
+def test_plain_bytes_of_before_a_reset_are_never_of_after_it(tmp_path: Path, moment: str) -> None:
+    io = FaultyIO(make_io("threads"))
+    store = open_plain(tmp_path, io=io)
+    key, part = key_of(1), sealed(key_of(1), 1)
+    write_parts(store, {key: part})
+    waiter = Waiter(1)
+    if moment == "waits for a delete":
+        io.rule = of_kind(Op.UNLINK, Fault(stalls=True))
+        store.delete([key])
+        store.submit_write([PartWrite(key, part)], waiter)
+        store.reset(1)
+        io.rule = lambda job: None
+        io.release()
+    else:
+        # The reset comes just after the store looked at what is in force.
+        name = "_start" if moment == "submitted" else "_identity"
+        before = getattr(store, name)
+
+        def after_a_reset(*arguments: object) -> object:
+            store.reset(1)
+            return before(*arguments)
+
+        setattr(store, name, after_a_reset)
+        if moment == "submitted":
+            store.submit_write([PartWrite(key, part)], waiter)
+        else:
+            store.submit_read([PartRead(key, part)], waiter)
+    assert set(waiter.failures().values()) <= {PartFailure.CANCELLED, PartFailure.MISSING}
+    assert not file_of(tmp_path, key, generation=1).exists()
+    assert store.close(WAIT_S)
+
+
+def test_a_key_that_the_layout_has_no_name_for_harms_no_other(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    part = PartWrite(key_of(1), sealed(key_of(1), 1))
+    with pytest.raises(ValueError, match="too short"):
+        store.submit_write([part, PartWrite(b"x", part.buffer)], lambda results: None)
+    assert store.flush(WAIT_S)
+    assert write_parts(store, {part.key: part.buffer}) == {part.key: None}
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no more maps")])
+def test_a_write_without_memory_for_its_copy_ends_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    store = open_shared(tmp_path)
+
+    def no_more(length_bytes: int) -> memoryview:
+        raise error
+
+    part = aligned_buffer(PART_BYTES + 512)[512:]
+    part[:] = sealed(key_of(1), 1)
+    monkeypatch.setattr(shared_store, "aligned_buffer", no_more)
+    failures = write_parts(store, {key_of(1): part})
+    assert failures == {key_of(1): PartFailure.IO if store.direct_io else None}
+    monkeypatch.undo()
+    assert write_parts(store, {key_of(1): part}) == {key_of(1): None}
+    assert store.close(WAIT_S)
+
+
+def test_a_root_that_does_not_answer_for_its_space_fails_writes_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: object) -> os.statvfs_result:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    store = open_shared(tmp_path, free_bytes_min=1)
+    monkeypatch.setattr(os, "statvfs", stale)
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): None}
+    store.delete([key_of(1)])
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): None}
+    assert store.close(WAIT_S)
 
 
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
@@ -438,6 +563,24 @@ def test_commit_markers_say_in_one_question_that_all_ranks_stored(tmp_path: Path
     store.close(WAIT_S)
 
 
+def test_a_marker_made_after_a_reset_is_no_word_on_the_new_generation(tmp_path: Path, clock: Clock) -> None:
+    hangs = threading.Event()
+
+    def exists(path: bytes) -> bool:
+        hangs.wait(WAIT_S)
+        return False
+
+    presence = SharedPresence(layout(tmp_path), ranks=2, clock=clock, markers=True, threads=1, exists=exists)
+    presence.lookup([key_of(9)])
+    made = threading.Event()
+    presence.commit([key_of(1)], lambda results: made.set())
+    presence.reset(1)
+    hangs.set()
+    assert made.wait(WAIT_S)
+    assert presence.lookup([key_of(1)]) == [None]
+    assert presence.close(WAIT_S)
+
+
 def test_publish_is_seen_at_once_here_and_by_markers_elsewhere(tmp_path: Path, clock: Clock) -> None:
     keys = [key_of(1), key_of(2)]
     layout(tmp_path).model_directory.mkdir(parents=True)
@@ -481,6 +624,20 @@ def test_a_directory_is_one_namespace_s_and_others_get_their_own(tmp_path: Path)
     # py-kvcache's files, which nobody has claimed, are the first one's.
     assert claim(layout(tmp_path, dtype="float16"), second).dtype == "float16"
     assert [path for path in tmp_path.rglob("*") if ".new-" in path.name] == []
+
+
+def test_whose_a_directory_is_is_on_the_medium_before_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def sync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_size)
+        assert not list(tmp_path.rglob(f"kvtier-{layout(tmp_path).dtype}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    claim(layout(tmp_path), Namespace({"weights": "a"}))
+    assert synced == [layout(tmp_path).manifest_path.stat().st_size]
 
 
 def test_engines_that_start_at_once_agree_on_whose_a_directory_is(tmp_path: Path) -> None:
@@ -594,6 +751,94 @@ def test_orphans_of_dead_writers_go_and_what_is_not_ours_stays(tmp_path: Path) -
     assert fresh.exists()
     assert foreign.exists()
     assert outside.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train/rank_0/000.bin", "rank_0/deadbeef.bin", "m/rank_0/auto/abc/de/fedcba98.bin", "m/rank_0/auto/abc/de/abcdef9.bin",
+     "m/rank_zero/auto/abc/de/abcdef98.bin", "abc/de/abcdef98.bin", "m/abc.bin.tmp-mine", "m/rank_0/auto/abc/de/abcdef98.bin/abcdef98.bin"],
+)  # fmt: skip
+def test_the_janitor_touches_nothing_that_is_not_of_the_layout(tmp_path: Path, name: str) -> None:
+    other = tmp_path / name
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"somebody's weights")
+    os.utime(other, (1.0, 1.0))
+    report = sweep(tmp_path, JanitorRules(bytes_max=0, age_max_s=1.0, orphan_age_s=1.0), now_s=time.time())
+    assert other.exists() and report.files == 0
+
+
+def test_generations_leave_no_directories_behind(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    write_parts(store, {key_of(n): sealed(key_of(n), n) for n in range(4)})
+    store.reset(5)
+    write_parts(store, {key_of(n): sealed(key_of(n), n, generation=5) for n in range(4)})
+    presence = SharedPresence(layout(tmp_path), ranks=2, clock=time.monotonic, markers=True, generation=5)
+    presence.publish([key_of(1)])
+    assert presence.close(WAIT_S)
+    sweep(tmp_path, JanitorRules(bytes_max=0, grace_s=0.0), now_s=time.time() + 1.0)
+    assert not list(tmp_path.rglob("*.bin"))
+    assert not list(layout(tmp_path).rank_directory(0, 5).iterdir())
+    assert not list(layout(tmp_path).marker_directory(5).iterdir())
+    assert file_of(tmp_path, key_of(1)).parent.is_dir()
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1, generation=5)}) == {key_of(1): None}
+    assert store.close(WAIT_S)
+
+
+def test_entries_pass_over_what_others_put_there(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    parts = {key_of(n): sealed(key_of(n), n) for n in range(3)}
+    write_parts(store, parts)
+    folder = file_of(tmp_path, key_of(1)).parent
+    (folder / "abcde.bin").write_text("an odd number of digits")
+    (folder / f"{folder.parent.name}{folder.name}aaa.bin").symlink_to(tmp_path / "nowhere")
+    (folder.parent / "00").write_text("no directory")
+    (folder.parent.parent / "fff").write_text("no directory")
+    assert {entry.key for entry in store.entries()} == set(parts)
+    assert store.close(WAIT_S)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_empty_directories_may_be_removed_at_any_time(tmp_path: Path, levels: int) -> None:
+    store = open_shared(tmp_path)
+    part = sealed(key_of(1), 1)
+    for _ in range(3):
+        assert write_parts(store, {key_of(1): part}) == {key_of(1): None}
+        store.delete([key_of(1)])
+        assert store.flush(WAIT_S)
+        folder = file_of(tmp_path, key_of(1)).parent
+        for _ in range(levels):
+            folder.rmdir()
+            folder = folder.parent
+    assert store.close(WAIT_S)
+
+
+def test_a_tree_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    store = open_shared(tmp_path)
+    write_parts(store, {key_of(1): sealed(key_of(1), 1)})
+    shutil.rmtree(tmp_path / "org")
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): PartFailure.IO}
+    wait_until(lambda: store.layout.rank_directory(0).is_dir())
+    assert write_parts(store, {key_of(1): sealed(key_of(1), 1)}) == {key_of(1): None}
+    assert read_part(store, key_of(1), PART_BYTES) == (None, bytes(sealed(key_of(1), 1)))
+    assert store.close(WAIT_S)
+
+
+def test_a_filesystem_that_hangs_does_not_hold_the_end_of_the_process(tmp_path: Path) -> None:
+    program = f"""
+import os, threading
+from pathlib import Path
+from tests.tier.disk.test_shared_store import key_of, open_shared, sealed
+from kvtier.testing.part_store import read_part, wait_until, write_parts
+store = open_shared(Path({str(tmp_path)!r}))
+hangs = threading.Event()
+os.utime = lambda *arguments: (hangs.set(), threading.Event().wait())
+write_parts(store, {{key_of(1): sealed(key_of(1), 1)}})
+read_part(store, key_of(1), {PART_BYTES})
+assert hangs.wait(20.0)
+assert store.close(20.0)
+"""
+    path = os.pathsep.join(place for place in (os.getcwd(), *sys.path) if place)
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, timeout=WAIT_S, check=True)
 
 
 def test_janitors_and_engines_at_once_do_no_harm(tmp_path: Path) -> None:

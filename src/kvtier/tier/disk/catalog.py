@@ -4,9 +4,10 @@ The catalog knows nothing of threads or of files' contents: the store's keeper t
 batches. A row's `id` grows for ever, so that a reader in another process can tell a part from a later one in the same place.
 """
 
+import contextlib
+import math
 import sqlite3
 import struct
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from kvtier.errors import StoreUnavailableError
 CATALOG_VERSION = 2
 APPLICATION_ID = 0x4B565431  # "KVT1"
 CATALOG_NAME = "catalog.sqlite"
+NEW_CATALOG_NAME = "catalog.sqlite.new"
+DAMAGED_NAME = "catalog.sqlite.damaged"
 _Item = TypeVar("_Item")
 _ROWS_MAX = 2048
 # How a row says where its part lies: one packed field, since each column of a million rows costs a tenth of a second to read.
@@ -116,6 +119,22 @@ class CatalogCorruptError(Exception):
     """The database cannot be trusted: rebuild it."""
 
 
+def is_damage(error: Exception) -> bool:
+    """Whether SQLite says that the database is damaged, not that it cannot be used now."""
+    return type(error) is sqlite3.DatabaseError or (isinstance(error, sqlite3.Error) and "malformed" in str(error))
+
+
+@contextlib.contextmanager
+def damage_told(path: Path) -> Iterator[None]:
+    """SQLite's errors as ours: CatalogCorruptError for what is damaged, StoreUnavailableError for what is sound and cannot be used now."""
+    try:
+        yield
+    except sqlite3.DatabaseError as exception:
+        if is_damage(exception):
+            raise CatalogCorruptError(f"{path}: {exception}") from exception
+        raise StoreUnavailableError(f"catalog {path} cannot be opened: {exception}") from exception
+
+
 def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
     return sqlite3.connect(
@@ -126,13 +145,28 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
 class Catalog:
     """An open catalog. Not thread-safe: one thread at a time.
 
+    Args:
+        directory: where it is.
+        durability: see the module of the segment store.
+        read_only: it is another process's.
+        name: of its file.
+        create: make the tables where there are none, which is damage otherwise.
+
     Raises:
         CatalogCorruptError: what is there is damaged.
         StoreUnavailableError: it is sound, but of another version.
     """
 
-    def __init__(self, directory: Path, durability: str, *, read_only: bool = False) -> None:
-        self.path = directory / CATALOG_NAME
+    def __init__(
+        self,
+        directory: Path,
+        durability: str,
+        *,
+        read_only: bool = False,
+        name: str = CATALOG_NAME,
+        create: bool = True,
+    ) -> None:
+        self.path = directory / name
         try:
             self._database = _connect(self.path, read_only=read_only)
         except sqlite3.OperationalError as exception:
@@ -140,22 +174,20 @@ class Catalog:
                 f"catalog {self.path} cannot be opened: {exception}; check its mode and its directory's"
             ) from exception
         try:
-            self._open(durability, read_only=read_only)
-        except sqlite3.DatabaseError as exception:
-            self._database.close()
-            if isinstance(exception, sqlite3.OperationalError) and "malformed" not in str(exception):
-                raise StoreUnavailableError(f"catalog {self.path} cannot be opened: {exception}") from exception
-            raise CatalogCorruptError(f"{self.path}: {exception}") from exception
+            with damage_told(self.path):
+                self._open(durability, read_only=read_only, create=create)
+            status = self.path.stat()
+            self._file = (status.st_dev, status.st_ino)
         except BaseException:
             self._database.close()
             raise
 
-    def _open(self, durability: str, *, read_only: bool) -> None:
+    def _open(self, durability: str, *, read_only: bool, create: bool) -> None:
         database = self._database
         application = database.execute("PRAGMA application_id").fetchone()[0]
         version = database.execute("PRAGMA user_version").fetchone()[0]
         tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if tables == 0 and not read_only:
+        if tables == 0 and create and not read_only:
             self._create()
         elif application != APPLICATION_ID:
             raise CatalogCorruptError(f"{self.path} is not a kvtier catalog (application id {application:#x})")
@@ -185,7 +217,9 @@ class Catalog:
     def generation(self) -> int:
         """The generation whose parts the rows are, 0 where none was ever set."""
         row = self._database.execute("SELECT value FROM meta WHERE name='generation'").fetchone()
-        return int(row[0]) if row else 0
+        if row is not None and not isinstance(row[0], int):
+            raise CatalogCorruptError(f"{self.path}: the generation is {row[0]!r}")
+        return row[0] if row else 0
 
     def rows(self, after_id: int = -1) -> Iterator[CatalogRow]:
         """Rows with an id above `after_id`, least recently used first."""
@@ -281,7 +315,11 @@ class Catalog:
     def saved_state(self) -> dict[str, float]:
         """What `save_state` wrote last."""
         rows = self._database.execute("SELECT name, value FROM meta WHERE name LIKE 'state:%'").fetchall()
-        return {name.removeprefix("state:"): float(value) for name, value in rows}
+        return {
+            name.removeprefix("state:"): float(value)
+            for name, value in rows
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
 
     def save_state(self, state: dict[str, float]) -> None:
         """Replace the store's own numbers."""
@@ -298,6 +336,14 @@ class Catalog:
                 database.execute("ROLLBACK")
             raise
 
+    def replaced(self) -> bool:
+        """Whether another file has the name now: its owner made the catalog again."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return True
+        return (status.st_dev, status.st_ino) != self._file
+
     def stored_on_disk_bytes(self) -> int:
         """Bytes of the database and its write-ahead log."""
         total = 0
@@ -310,18 +356,12 @@ class Catalog:
     def compact(self) -> None:
         """Give free pages of the database back."""
         self._database.execute("VACUUM")
+        self.merge_log()
+
+    def merge_log(self) -> None:
+        """Have everything in the one file, on stable storage where commits are."""
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the connection; the log is merged into the database if this was the last one."""
         self._database.close()
-
-
-def set_aside(directory: Path) -> Path:
-    """Rename a damaged catalog out of the way. Returns its new name."""
-    path = directory / CATALOG_NAME
-    target = directory / f"{CATALOG_NAME}.damaged-{time.time_ns():x}"
-    path.rename(target)
-    for suffix in ("-wal", "-shm"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
-    return target

@@ -12,6 +12,7 @@ Pure: no clock, no I/O, no locks. The store calls it under its own lock.
 """
 
 import math
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ _REMEMBERED_MAX = 200_000
 _DEPTH_HALF_TOKENS = 8_192
 _BINS = 256
 _BINS_PER_DOUBLING = 4
+_HOUR = re.compile("hour_[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def daily_bytes(bytes_a_day: int | None, drive_writes_a_day: float | None, drive
 
 
 class WriteBudget:
-    """Admission of writes within `bytes_a_day`, and the meter. Times are seconds since the epoch; steps backwards count as no time.
+    """Admission of writes within `bytes_a_day`, and the meter. Times are seconds since the epoch; a step backwards counts as no time.
 
     Args:
         bytes_a_day: the budget; 0 admits everything and only meters.
@@ -83,20 +85,21 @@ class WriteBudget:
         self._now_s = float(saved.get("now_s", now_s))
         self._allowance = min(self._burst, float(saved.get("allowance_bytes", self._burst)))
         self._written = int(saved.get("written_bytes", 0))
-        self._hours = {int(name[5:]): int(value) for name, value in saved.items() if name.startswith("hour_")}
+        self._hours = {int(name[5:]): int(value) for name, value in saved.items() if _HOUR.fullmatch(name)}
         self._admitted = 0
         self._refused = 0
         self._offered = [0.0] * _BINS
-        self._offered_since_s = self._now_s
+        self._offered_since_s = min(self._now_s, now_s)
         self._threshold_bin = 0
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._advance(now_s)
 
     def _advance(self, now_s: float) -> None:
         elapsed = now_s - self._now_s
-        if elapsed <= 0:
-            return
         self._now_s = now_s
+        if elapsed <= 0:
+            # A clock that was ahead was set right: time goes on from here, or nothing would be admitted until it comes there again.
+            return
         self._allowance = min(self._burst, self._allowance + elapsed * self._rate)
         fade = math.exp(-elapsed / _MEMORY_S)
         if fade < 0.999:
@@ -160,13 +163,13 @@ class WriteBudget:
         hour = int(self._now_s // 3600)
         self._hours[hour] = self._hours.get(hour, 0) + size_bytes
         if len(self._hours) > 30:
-            self._hours = {one: amount for one, amount in self._hours.items() if one > hour - 24}
+            self._hours = {one: amount for one, amount in self._hours.items() if hour - 24 < one <= hour}
 
     def meter(self, now_s: float) -> EnduranceMeter:
         """Figures of this moment."""
         self._advance(now_s)
         hour = int(self._now_s // 3600)
-        last_day = sum(amount for one, amount in self._hours.items() if one > hour - 24)
+        last_day = sum(amount for one, amount in self._hours.items() if hour - 24 < one <= hour)
         threshold = 0.0
         if self._threshold_bin > 0:
             threshold = 2.0 ** ((self._threshold_bin - _BINS // 2 - 64) / _BINS_PER_DOUBLING)

@@ -10,13 +10,14 @@ attribute that the writer left where the filesystem keeps such; records without 
 what is ranked is value divided by the time since the last use.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import StoreUnavailableError
-from kvtier.tier.disk.shared_layout import COMMITTED, PART_NAME, TEMPORARY_NAME
+from kvtier.tier.disk.shared_layout import COMMITTED, RANK_NAME, TEMPORARY_NAME, is_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,9 @@ def sweep(
         except OSError:
             continue  # another janitor, or its writer, was faster
         if TEMPORARY_NAME.fullmatch(file.name):
-            if now_s - status.st_mtime > rules.orphan_age_s:
+            if _layout_place(folder.split("/")) >= 0 and now_s - status.st_mtime > rules.orphan_age_s:
                 report.orphans_removed += _remove(file.path, report, dry_run=dry_run)
-        elif PART_NAME.fullmatch(file.name):
+        elif is_part(folder, file.name) and _layout_place(folder.split("/")) >= 0:
             report.files += 1
             _add(records, folder, file, status, value_of or _value_attribute)
     report.records = len(records)
@@ -129,6 +130,14 @@ def _walk(folder: str, report: JanitorReport) -> Iterator[tuple[str, os.DirEntry
             yield folder, entry
 
 
+def _layout_place(pieces: list[str]) -> int:
+    """Where in a directory's path a rank's directory, or the markers', begins; -1 for what is not of the layout, and so not ours to touch."""
+    for place in range(len(pieces) - 1, -1, -1):
+        if pieces[place] == COMMITTED or RANK_NAME.fullmatch(pieces[place]):
+            return place
+    return -1
+
+
 def _add(
     records: dict[str, _Record],
     folder: str,
@@ -138,14 +147,9 @@ def _add(
 ) -> None:
     """Count a file with its record: the same name below any rank, or the markers' directory, of one model."""
     pieces = folder.split("/")
-    is_marker = False
-    for place in range(len(pieces) - 1, -1, -1):
-        if pieces[place] == COMMITTED or pieces[place].startswith("rank_"):
-            is_marker = pieces[place] == COMMITTED
-            pieces[place] = "*"
-            break
-    else:
-        return  # not of the layout: not ours to touch
+    place = _layout_place(pieces)
+    is_marker = pieces[place] == COMMITTED
+    pieces[place] = "*"
     name = "/".join((*pieces, file.name))
     record = records.setdefault(name, _Record(name))
     if is_marker:
@@ -208,4 +212,14 @@ def _remove(path: str, report: JanitorReport, *, dry_run: bool) -> bool:
     except OSError as exception:
         report.errors.append(f"{path}: {exception.strerror}")
         return False
+    _remove_empty(Path(path).parent)
     return True
+
+
+def _remove_empty(folder: Path) -> None:
+    """Take away a later generation's directories with their last file, or each reset would leave a million. Generation 0 is py-kvcache's place, too: its stay."""
+    if not any(name.startswith("generation_") for name in folder.parts):
+        return
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()

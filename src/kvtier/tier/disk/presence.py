@@ -202,9 +202,12 @@ class SharedPresence:
 
         def mark() -> None:
             results = {key: _make_marker(self._layout.path(directory, key)) for key in keys}
-            for key, made in results.items():
-                if made:
-                    self.note(key, present=True)
+            with self._lock:
+                now_s = self._clock()
+                # After a reset these are markers of a generation that does not count any more.
+                for key in [key for key, made in results.items() if made and directory == self._marker_directory]:
+                    self._asked.pop(key, None)
+                    self._remember(key, True, now_s)
             done(results)
 
         self._work.put(mark)

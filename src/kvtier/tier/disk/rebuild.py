@@ -1,17 +1,19 @@
 """A lost catalog, made again from what the segments say of themselves."""
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import xxhash
 
 from kvtier.record.envelope import HEAD_BYTES_MAX, Identity, read_slot_head
 from kvtier.record.errors import RecordError
 from kvtier.tier.disk.base import Key
-from kvtier.tier.disk.catalog import CatalogRow
+from kvtier.tier.disk.catalog import CATALOG_NAME, DAMAGED_NAME, NEW_CATALOG_NAME, Catalog, CatalogRow, damage_told
 from kvtier.tier.disk.io import PAGE_BYTES, aligned_buffer
-from kvtier.tier.disk.segments import Segment, Segments
+from kvtier.tier.disk.segments import Segment, Segments, sync_directory
 
 _READERS = 16
 _SLOTS_A_TASK = 256
@@ -63,3 +65,31 @@ def scan_segments(
                 number = len(rows) + 1
                 rows[key] = CatalogRow(number, key, segment.number, slot, segment.slot_bytes, head_hash, 0, 0.0, number)
     return list(rows.values())
+
+
+def replace_damaged(directory: Path, generation: int, rows: Sequence[CatalogRow], durability: str) -> str:
+    """Make a new catalog of `rows` in place of the one that is there. Returns the name under which that is kept, empty where there was none.
+
+    The new one gets its name when it is whole: a start that is killed on the way is followed by one that does all of this again.
+    """
+    path, new = directory / CATALOG_NAME, directory / NEW_CATALOG_NAME
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{new}{suffix}").unlink(missing_ok=True)
+    catalog = Catalog(directory, durability, name=new.name)
+    try:
+        with damage_told(new):
+            catalog.reset(generation, durability)
+            catalog.commit(added=rows, removed=(), forced=True)
+            catalog.merge_log()
+    finally:
+        catalog.close()
+    kept = ""
+    if path.exists():
+        kept = f"{DAMAGED_NAME}-{time.time_ns():x}"
+        path.rename(directory / kept)
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    new.rename(path)
+    sync_directory(directory)
+    (directory / DAMAGED_NAME).unlink(missing_ok=True)
+    return kept

@@ -936,21 +936,24 @@ class RingIO(IOEngine):
     # -- callers
 
     def submit(self, jobs: Sequence[Job], finished: Finished) -> None:
-        refused = os.getpid() != self._pid or self._stopping or bool(self._broken)
         for job in jobs:
             job.finished = finished
+        refused = os.getpid() != self._pid
+        if not refused:
+            if self._unsupported_ops:
+                jobs = self._give_to_helper(jobs, finished)
+            with self._lock:
+                # Under the lock, since `close` gives the descriptors back: their numbers may be other files' by now.
+                refused = self._stopping or bool(self._broken)
+                if not refused:
+                    for job in jobs:
+                        self._put(job, job.steps)
+                    self._publish()
         if refused:
             for job in jobs:
                 job.error = errno.ECANCELED
             if jobs:
                 finished(list(jobs))
-            return
-        if self._unsupported_ops:
-            jobs = self._give_to_helper(jobs, finished)
-        with self._lock:
-            for job in jobs:
-                self._put(job, job.steps)
-            self._publish()
 
     def _give_to_helper(self, jobs: Sequence[Job], finished: Finished) -> Sequence[Job]:
         """What the kernel's ring cannot do goes to threads. Returns the rest."""

@@ -36,6 +36,7 @@ import json
 import math
 import os
 import sqlite3
+import struct
 import threading
 import time
 import weakref
@@ -63,18 +64,27 @@ from kvtier.tier.disk.base import (
     PartWrite,
     Transfer,
 )
-from kvtier.tier.disk.catalog import CATALOG_NAME, Catalog, CatalogCorruptError, CatalogRow, set_aside
+from kvtier.tier.disk.catalog import (
+    CATALOG_NAME,
+    DAMAGED_NAME,
+    Catalog,
+    CatalogCorruptError,
+    CatalogRow,
+    damage_told,
+    is_damage,
+)
 from kvtier.tier.disk.endurance import EnduranceMeter, WriteBudget
 from kvtier.tier.disk.engines import make_io
 from kvtier.tier.disk.index import PartIndex, slots_taken_twice
 from kvtier.tier.disk.io import END_OF_FILE, PAGE_BYTES, IOEngine, Job, Op, Step, address_of, aligned_buffer, error_text
-from kvtier.tier.disk.rebuild import scan_segments, signed_hash
+from kvtier.tier.disk.rebuild import replace_damaged, scan_segments, signed_hash
 from kvtier.tier.disk.segments import Segment, Segments, find_segments, slot_bytes_for, sync_directory
 
 FORMAT = "kvtier-segments"
 FORMAT_VERSION = 1
 FORMAT_NAME = "format.json"
 LOCK_NAME = "lock"
+_GENERATION_END = 1 << 62
 _TOUCH_PERIOD_S = 30.0
 _RESET_WAIT_S = 60.0
 _RETRY_PAUSE_S = 0.05
@@ -289,8 +299,10 @@ class SegmentStore(PartStore):
         self._closed = False
         self._closed_well = False
         self._stop = False
+        self._kept = not read_only
         self._reset_to: int | None = None
         self._reset_error = ""
+        self._commit_failed = False
         self._orders: deque[Callable[[], None]] = deque()
         self._to_grow: set[int] = set()
         self._stuck = False
@@ -314,6 +326,11 @@ class SegmentStore(PartStore):
         self._lock_fd = -1
         try:
             self._open(namespace, rank, free_bytes_min, segment_bytes, grow_bytes, direct=direct)
+        except OSError as exception:
+            self._let_go()
+            raise StoreUnavailableError(
+                f"{self.directory} cannot be used: {exception}; check it and what is in it, or choose another path"
+            ) from exception
         except BaseException:
             self._let_go()
             raise
@@ -379,7 +396,9 @@ class SegmentStore(PartStore):
         try:
             if found and not known:
                 raise CatalogCorruptError(f"{catalog_path} is missing or empty beside segments")
-            self._open_catalog()
+            if not self._read_only and (self.directory / DAMAGED_NAME).exists():
+                raise CatalogCorruptError(f"{catalog_path} was found damaged while it was in use")
+            self._open_catalog(create=not found)
         except CatalogCorruptError as exception:
             if self._read_only:
                 raise StoreUnavailableError(
@@ -387,12 +406,14 @@ class SegmentStore(PartStore):
                 ) from exception
             self._rebuild(str(exception), namespace, rank)
 
-    def _open_catalog(self) -> None:
-        self._catalog = Catalog(self.directory, self._durability, read_only=self._read_only)
-        if not self._read_only and self._catalog.generation() < self._generation:
-            self._catalog.reset(self._generation, self._durability)
-        self._load()
-        self._budget = WriteBudget(self._bytes_a_day, now_s=self._wall_clock(), saved=self._catalog.saved_state())
+    def _open_catalog(self, *, create: bool) -> None:
+        self._catalog = Catalog(self.directory, self._durability, read_only=self._read_only, create=create)
+        with damage_told(self._catalog.path):
+            if not self._read_only and self._catalog.generation() < self._generation:
+                self._catalog.reset(self._generation, self._durability)
+            self._load()
+            saved = self._catalog.saved_state()
+        self._budget = WriteBudget(self._bytes_a_day, now_s=self._wall_clock(), saved=saved)
 
     def _rebuild(self, why: str, namespace: bytes, rank: int) -> None:
         """Make a new catalog from the heads of what lies in the segments.
@@ -403,21 +424,14 @@ class SegmentStore(PartStore):
         if getattr(self, "_catalog", None) is not None:
             self._catalog.close()
         self._index.clear()
-        kept = ""
-        if (self.directory / CATALOG_NAME).exists():
-            kept = f"; the damaged one is kept as {set_aside(self.directory).name}"
         rows = scan_segments(self._segments, namespace, rank, self._generation, self._part_key)
-        catalog = Catalog(self.directory, self._durability)
-        try:
-            catalog.reset(self._generation, self._durability)
-            catalog.commit(added=rows, removed=(), forced=True)
-        finally:
-            catalog.close()
+        kept = replace_damaged(self.directory, self._generation, rows, self._durability)
         self.notes.append(
-            f"the catalog was damaged or lost ({why}): {len(rows)} parts were found again in the segments' own envelopes{kept}"
+            f"the catalog was damaged or lost ({why}): {len(rows)} parts were found again in the segments' own envelopes"
+            + (f"; the damaged one is kept as {kept}" if kept else "")
         )
         try:
-            self._open_catalog()
+            self._open_catalog(create=False)
         except CatalogCorruptError as exception:
             raise StoreUnavailableError(
                 f"{exception}, right after it was rebuilt: check the disk, or choose another path"
@@ -436,8 +450,9 @@ class SegmentStore(PartStore):
         """Rows into the index, slots into their states. Returns the ids of rows that are to go."""
         by_number = dict(self._segments.by_number)
         columns = self._catalog.columns()
-        self._next_id = self._newest_id = int(columns.ids.max(initial=0))
-        self._next_id += 1
+        self._newest_id = int(columns.ids.max(initial=0))
+        # Above all ids of earlier lives too, whose rows may be gone: a reader in another process may remember them.
+        self._next_id = max(self._newest_id + 1, int(self._wall_clock() * 1e6))
         self._used = int(columns.used.max(initial=0)) + 1
         places = columns.places
         # Slots and slot bytes of each row's segment, 0 where it is missing.
@@ -507,25 +522,35 @@ class SegmentStore(PartStore):
             return
         self._refreshed_s = now_s
         try:
-            for number, slot_bytes, path in find_segments(self.directory):
+            if self._catalog.replaced():
+                new = Catalog(self.directory, self._durability, read_only=True)
+                self._catalog.close()
+                self._catalog = new
+                whole = True
+            # Rows first: the file of each was there before it, and as long as it says.
+            rows = list(self._catalog.rows(0 if whole else self._newest_id))
+            found = find_segments(self.directory)
+            for number, slot_bytes, path in found:
                 self._segments.see(number, slot_bytes, path)
+            self._segments.keep_only({number for number, _, _ in found})
             if whole:
                 self._index.clear()
             self._generation = self._catalog.generation()
-            for row in self._catalog.rows(0 if whole else self._newest_id):
+            for row in rows:
                 self._newest_id = max(self._newest_id, row.id)
                 segment = self._segments.by_number.get(row.segment)
                 if segment is not None and row.slot < segment.slots:
                     self._index[row.key] = _entry(row, segment)
-        except (CatalogCorruptError, sqlite3.Error, OSError) as exception:
+        except (CatalogCorruptError, StoreUnavailableError, sqlite3.Error, OSError) as exception:
             self._note(f"the owner's changes could not be read: {exception}")
 
     def _still_there(self, entry: _Entry) -> bool:
         """Whether the owner's catalog still has the row: then the slot was not written again before this moment."""
         with self._lock:
             try:
-                return self._catalog.place(entry.id) == (entry.segment.number, entry.slot, entry.key)
-            except sqlite3.Error:
+                place = self._catalog.place(entry.id)
+                return place == (entry.segment.number, entry.slot, entry.key) and not self._catalog.replaced()
+            except (sqlite3.Error, struct.error, OSError):
                 return False
 
     # -- what callers see
@@ -621,6 +646,11 @@ class SegmentStore(PartStore):
         size = part.buffer.nbytes
         if self._read_only:
             return PartDone(part.key, PartFailure.IO, "the store was joined read-only")
+        if self._closing:
+            return PartDone(part.key, PartFailure.CLOSED, "the store is closed")
+        if batch.generation != self._generation:
+            self._counts["writes_failed"] += 1
+            return PartDone(part.key, PartFailure.CANCELLED, "the store was reset")
         published = self._index.get(part.key)
         if published is not None:
             if published.stored_bytes == size and published.head_hash == head_hash:
@@ -730,6 +760,7 @@ class SegmentStore(PartStore):
             with self._lock:
                 for read in reads:
                     read.entry.readers -= 1
+                    read.entry.segment.taken -= self._read_only
                     if read.entry.readers == 0 and read.entry.removal_committed:
                         self._free(read.entry)
                 self._counts["reads_failed"] += len(reads)
@@ -749,6 +780,12 @@ class SegmentStore(PartStore):
                 self._refresh(whole=False)
             for part, address in zip(parts, addresses, strict=True):
                 entry = index.pop(part.key)
+                if (
+                    entry is not None
+                    and self._read_only
+                    and self._segments.by_number.get(entry.segment.number) is not entry.segment
+                ):
+                    entry = None
                 if entry is None:
                     at_once.append(PartDone(part.key, PartFailure.MISSING))
                     continue
@@ -760,7 +797,9 @@ class SegmentStore(PartStore):
                     at_once.append(PartDone(part.key, PartFailure.SHORT, detail))
                     continue
                 entry.readers += 1
-                if not self._read_only:
+                if self._read_only:
+                    entry.segment.taken += 1
+                else:
                     self._used += 1
                     entry.used = self._used
                     self._touched[entry.id] = entry
@@ -907,11 +946,13 @@ class SegmentStore(PartStore):
     def close(self, deadline_s: float) -> bool:
         if os.getpid() != self._pid:
             return True
-        with self._lock:
-            if self._closed:
-                return self._closed_well
-            self._closing = True
         until = time.monotonic() + deadline_s
+        with self._lock:
+            first, self._closing = not self._closing, True
+            if not first:
+                # Descriptors are given back once: their numbers may be other files' by then.
+                self._idle.wait_for(lambda: self._closed, max(0.0, until - time.monotonic()))
+                return self._closed_well
         flushed = self.flush(deadline_s)
         with self._lock:
             for write in list(self._writing.values()):
@@ -928,12 +969,13 @@ class SegmentStore(PartStore):
         if self._keeper is not None and threading.current_thread() is not self._keeper:
             self._keeper.join(max(1.0, until - time.monotonic()))
             quiet = quiet and not self._keeper.is_alive()
-        with self._lock:
-            self._closed = True
-            self._closed_well = flushed and quiet
         if quiet:
             self._let_go()
         # Else operations still own slots of these files: the lock stays with this process until it ends.
+        with self._lock:
+            self._closed = True
+            self._closed_well = flushed and quiet
+            self._idle.notify_all()
         return flushed and quiet
 
     # -- ends of I/O, on the engine's threads
@@ -967,6 +1009,7 @@ class SegmentStore(PartStore):
             for (_, done), job in zip(outcome, jobs, strict=True):
                 entry = job.tag.entry
                 entry.readers -= 1
+                entry.segment.taken -= self._read_only
                 if entry.readers == 0 and entry.removal_committed:
                     self._free(entry)
                 self._counts["read_bytes"] += job.moved_bytes
@@ -1030,6 +1073,7 @@ class SegmentStore(PartStore):
                         write.failure, write.detail = PartFailure.IO, f"not started: {exception!r}"
                 self._written += writes
                 self._wake.notify()
+            self._end_late_writes()
 
     def _write_job(self, write: _Write) -> Job:
         assert write.segment is not None
@@ -1060,6 +1104,19 @@ class SegmentStore(PartStore):
             syncs = self._next_syncs()
         if syncs:
             self._io.submit(syncs, self._on_sync)
+        self._end_late_writes()
+
+    def _end_late_writes(self) -> None:
+        """Where the keeper has gone, whoever ends a write answers for it."""
+        with self._lock:
+            if self._kept:
+                return
+            late, self._written = self._written, []
+            for write in late:
+                write.failure = write.failure or PartFailure.CLOSED
+                write.detail = write.detail or "the store was closed before it ended"
+        if late:
+            self._settle_turn(late, [], [], [], "")
 
     def _next_syncs(self) -> list[Job]:
         """Under the lock: jobs that bring all that was written so far to the medium, one for each segment; one such group at a time."""
@@ -1091,6 +1148,7 @@ class SegmentStore(PartStore):
             syncs = self._next_syncs()
         if syncs:
             self._io.submit(syncs, self._on_sync)
+        self._end_late_writes()
 
     def _write_failure(self, job: Job, write: _Write) -> tuple[PartFailure, str]:
         if job.error == errno.ECANCELED:
@@ -1118,7 +1176,7 @@ class SegmentStore(PartStore):
                     self._idle.notify_all()
                     if not self._wake.wait(max(0.0, touch_at_s - time.monotonic())):
                         break
-                if self._stop and (self._reset_error or not (self._has_work() or self._waiting)):
+                if self._stop and (self._reset_error or self._commit_failed or not (self._has_work() or self._waiting)):
                     break
                 self._busy = True
             if self._commit_pause_s:
@@ -1131,10 +1189,19 @@ class SegmentStore(PartStore):
             except Exception as exception:  # noqa: BLE001 - the keeper outlives every fault of the disk
                 self._note(f"the keeper met {type(exception).__name__}: {exception}")
                 time.sleep(0.05)
+        outcome: list[tuple[_Batch, PartDone]] = []
         with self._lock:
             rest, self._written = self._written, []
+            self._kept = False
+            while self._waiting:
+                write = self._waiting.popleft()
+                if not write.dropped:
+                    self._writing.pop(write.part.key, None)
+                    self._drop(write, PartFailure.CLOSED, "the store was closed")
+                self._end_waiting(write, outcome)
+        self._say_all(outcome)
         if rest:
-            self._settle_turn(rest, [], [], [], "the store was closed before its reset was durable")
+            self._settle_turn(rest, [], [], [], "the store was closed before its catalog could be written")
         with contextlib.suppress(Exception):
             self._write_down_uses()
             self._write_down_budget()
@@ -1170,9 +1237,10 @@ class SegmentStore(PartStore):
         if written or removed:
             self._commit(written, removed)
         if touch:
+            # First, since on a full disk what follows fails.
+            self._segments.keep_floor()
             self._write_down_uses()
             self._write_down_budget()
-            self._segments.keep_floor()
         self._serve_waiting()
         self._grow_ahead()
         while self._orders:
@@ -1187,7 +1255,7 @@ class SegmentStore(PartStore):
             _write_format(self.directory, self._format | {"generation": generation + 1})
             self._catalog.reset(generation, self._durability)
         except Exception as exception:  # noqa: BLE001 - told to the one who asked for the reset
-            error = f"{type(exception).__name__}: {exception}"
+            error = f"{type(exception).__name__}: {exception}{self._note_damage(exception)}"
         with self._lock:
             self._reset_error = error
             if not error:
@@ -1230,7 +1298,7 @@ class SegmentStore(PartStore):
             try:
                 self._catalog.commit(added=rows, removed=[entry.id for entry in removed])
             except Exception as exception:  # noqa: BLE001 - every fault of the catalog is a fault of these parts alone
-                error = f"the catalog could not be written: {exception}"
+                error = f"the catalog could not be written: {exception}{self._note_damage(exception)}"
         self._settle_turn(written, good, rows, removed, error)
 
     def _settle_turn(
@@ -1240,6 +1308,7 @@ class SegmentStore(PartStore):
         outcome: list[tuple[_Batch, PartDone]] = []
         with self._lock:
             self._counts["commits"] += not error
+            self._commit_failed = bool(error)
             placed = dict(zip(map(id, good), rows, strict=False)) if not error else {}
             for write in written:
                 row = placed.get(id(write))
@@ -1314,7 +1383,7 @@ class SegmentStore(PartStore):
                     start.append(write)
                     continue
                 alike = sum(1 for other in self._waiting if other.slot_bytes == write.slot_bytes)
-            why = self._grow(write.slot_bytes, alike)
+            failure, why = self._grow(write.slot_bytes, alike)
             if not why:
                 continue
             with self._lock:
@@ -1325,16 +1394,19 @@ class SegmentStore(PartStore):
                     self._waiting.popleft()
                     if not write.dropped:
                         self._writing.pop(write.part.key, None)
-                        self._drop(write, PartFailure.NO_SPACE, why)
+                        self._drop(write, failure, why)
                     self._end_waiting(write, outcome)
         self._start_writes(start)
         self._say_all(outcome)
 
-    def _grow(self, slot_bytes: int, wanted_slots: int) -> str:
+    def _grow(self, slot_bytes: int, wanted_slots: int) -> tuple[PartFailure, str]:
+        """Why no slot could be made ready, and what that is to a write; no words where one was."""
         try:
-            return self._segments.grow(slot_bytes, wanted_slots)
+            return PartFailure.NO_SPACE, self._segments.grow(slot_bytes, wanted_slots)
         except OSError as exception:
-            return f"no new room could be made: {exception}"
+            # Only what lacks room may be answered by eviction.
+            full = exception.errno in (errno.ENOSPC, errno.EDQUOT)
+            return PartFailure.NO_SPACE if full else PartFailure.IO, f"no new room could be made: {exception}"
 
     def _grow_ahead(self) -> None:
         """Make slots ready before somebody has to wait for them."""
@@ -1351,6 +1423,14 @@ class SegmentStore(PartStore):
         self._writes_open -= 1
         self._counts["writes_failed"] += 1
         outcome += [(owner, PartDone(write.part.key, write.failure, write.detail)) for owner in write.owners]
+
+    def _note_damage(self, error: Exception) -> str:
+        """Leave word for the next start where the catalog itself is damaged: it can be read as before, and would not be found out."""
+        if not is_damage(error):
+            return ""
+        with contextlib.suppress(OSError):
+            (self.directory / DAMAGED_NAME).touch()
+        return "; the next start makes it again"
 
     def _pause(self) -> None:
         """Before something that failed is tried again."""
@@ -1379,8 +1459,9 @@ _alive: "weakref.WeakSet[SegmentStore]" = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Let go of inherited locks: else a child that outlives its parent would keep the next owner out."""
+    """Let go of inherited locks: else a child that outlives its parent would keep the next owner out, or wait for a thread that it does not have."""
     for store in list(_alive):
+        store._lock = threading.Lock()
         if store._lock_fd >= 0:
             os.close(store._lock_fd)
             store._lock_fd = -1
@@ -1476,8 +1557,10 @@ def _read_format(directory: Path, namespace: bytes, rank: int, *, create: bool) 
         return format_
     try:
         found = json.loads(path.read_text())
-        version, name, generation = found["version"], found["namespace"], int(found["generation"])
-    except (OSError, ValueError, KeyError, TypeError) as exception:
+        version, name, generation = found["version"], found["namespace"], found["generation"]
+        if not isinstance(generation, int) or not 0 <= generation < _GENERATION_END:
+            raise ValueError(f"generation {generation!r}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exception:
         raise StoreUnavailableError(
             f"{path} cannot be understood ({exception}): remove {directory} to start empty"
         ) from exception
@@ -1490,7 +1573,6 @@ def _read_format(directory: Path, namespace: bytes, rank: int, *, create: bool) 
         raise StoreUnavailableError(
             f"{path} belongs to namespace {name}, rank {found.get('rank')}: it was moved here; remove {directory} to start empty"
         )
-    found["generation"] = generation
     return found  # type: ignore[no-any-return]
 
 

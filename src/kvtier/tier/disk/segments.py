@@ -15,11 +15,13 @@ Not thread-safe: the store calls under its lock, except `grow` and `trim`, which
 the lock for their bookkeeping alone.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
 import re
 import threading
+from collections.abc import Container
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -45,7 +47,7 @@ class Segment:
         slots: how many the file is long enough for.
         ready: heap of the slots that are ready.
         bare: heap of the holes below the file's end.
-        taken: number of slots taken.
+        taken: number of slots taken; for a reader of another's files, of reads under way.
     """
 
     number: int
@@ -74,11 +76,11 @@ def segment_name(number: int, slot_bytes: int) -> str:
 
 
 def find_segments(directory: Path) -> list[tuple[int, int, Path]]:
-    """Number, slot bytes and path of every segment file in `directory`, by number."""
+    """Number, slot bytes and path of every segment file in `directory`, by number. What only has the name of one is passed over."""
     found = []
     for path in directory.iterdir():
         match = SEGMENT_NAME.fullmatch(path.name)
-        if match:
+        if match and int(match[2]) > 0 and int(match[2]) % PAGE_BYTES == 0 and path.is_file():
             found.append((int(match[1], 16), int(match[2]), path))
     return sorted(found)
 
@@ -145,9 +147,13 @@ class Segments:
         self._read_only = read_only
         self._next_number = 0
         self._io: IOEngine | None = None
+        self._left: list[Segment] = []
 
     def attach(self, io: IOEngine) -> None:
         """Have `io` know the files that are open, and those to come."""
+        if self._read_only:
+            # A reader meets new files under the lock that the engine's thread waits for at the end of each read.
+            return
         self._io = io
         for segment in self.by_number.values():
             io.register_file(segment.fd)
@@ -179,9 +185,22 @@ class Segments:
             if (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino):
                 segment.slots = mine.st_size // slot_bytes
                 return
-            # The number was given to another file. Reads under way may still use the old one: it stays open.
-            del self.by_number[number]
+            # The number was given to another file.
+            self._leave(number)
         self.adopt(number, slot_bytes, path)
+
+    def keep_only(self, there: Container[int]) -> None:
+        """For a reader: let go of files that are gone, which take disk while they are open; of those being read, when that has ended."""
+        for number in [number for number in self.by_number if number not in there]:
+            self._leave(number)
+        for segment in [segment for segment in self._left if not segment.taken]:
+            self._left.remove(segment)
+            os.close(segment.fd)
+
+    def _leave(self, number: int) -> None:
+        segment = self.by_number.pop(number)
+        self.by_class[segment.slot_bytes].remove(segment)
+        self._left.append(segment)
 
     def settle(self, taken: dict[int, bytearray]) -> None:
         """Sort every slot into its state, given a byte for each, 1 where it is taken, else 0, by segment number. Files without a taken one are removed."""
@@ -238,9 +257,9 @@ class Segments:
     # -- on the keeper's thread, without the lock
 
     def grow(self, slot_bytes: int, wanted_slots: int) -> str:
-        """Make up to a run of slots of that size ready, at least one. Empty if it did, else why not. With no slots wanted, only ahead of need.
+        """Make up to a run of slots of that size ready, at least one. Empty if it did, else why there is no room. With no slots wanted, only ahead of need.
 
-        Takes disk that is not used yet, then disk of ready slots of other sizes.
+        Takes disk that is not used yet, then disk of ready slots of other sizes. Raises OSError where it is not room that lacks.
         """
         run = max(wanted_slots, self.grow_bytes // slot_bytes, 1)
         with self._lock:
@@ -276,8 +295,14 @@ class Segments:
                 count = min(run, segment.slots_max - segment.slots)
             self.disk_bytes += count * slot_bytes
         try:
-            os.posix_fallocate(segment.fd, first * slot_bytes, count * slot_bytes)
+            _allocate(segment, first * slot_bytes, count * slot_bytes)
         except OSError as exception:
+            # What was allocated on the way to the failure would be counted by nobody, and may be all that was left.
+            with contextlib.suppress(OSError):
+                if first < segment.slots:
+                    punch_hole(segment.fd, first * slot_bytes, count * slot_bytes)
+                else:
+                    os.ftruncate(segment.fd, segment.slots * slot_bytes)
             with self._lock:
                 self.disk_bytes -= count * slot_bytes
                 if first < segment.slots:
@@ -285,7 +310,7 @@ class Segments:
                         heappush(segment.bare, slot)
             if exception.errno in (errno.ENOSPC, errno.EDQUOT):
                 return f"the filesystem is full: {exception.strerror}"
-            return f"{segment.path} cannot grow: {exception}"
+            raise
         with self._lock:
             segment.slots = max(segment.slots, first + count)
             for slot in range(first, first + count):
@@ -297,7 +322,12 @@ class Segments:
         self._next_number += 1
         path = self.directory / segment_name(number, slot_bytes)
         fd = os.open(path, self._flags | os.O_CREAT | os.O_EXCL, 0o644)
-        sync_directory(self.directory)
+        try:
+            sync_directory(self.directory)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
         segment = Segment(number, slot_bytes, max(1, self.segment_bytes // slot_bytes), fd, path)
         if self._io is not None:
             self._io.register_file(fd)
@@ -398,10 +428,27 @@ class Segments:
 
     def close(self) -> None:
         """Close the files."""
-        for segment in self.by_number.values():
+        for segment in (*self.by_number.values(), *self._left):
             os.close(segment.fd)
+        self._left.clear()
         self.by_number.clear()
         self.by_class.clear()
+
+
+def _allocate(segment: Segment, offset: int, length: int) -> None:
+    """Have disk blocks for a range. Raises OSError."""
+    try:
+        os.posix_fallocate(segment.fd, offset, length)
+    except OSError as exception:
+        if exception.errno != errno.EINVAL:
+            raise
+        # A filesystem that cannot allocate: the C library writes a byte of each block instead, which direct I/O refuses.
+        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, offset, length)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _runs(slots: list[int]) -> list[tuple[int, int]]:

@@ -19,12 +19,13 @@ from itertools import count
 from pathlib import Path
 
 from kvtier.errors import ConfigError, StoreUnavailableError
-from kvtier.identity.namespace import MANIFEST_NAME, Namespace, manifest_of
+from kvtier.identity.namespace import MANIFEST_NAME, Namespace, manifest_of, write_synced
 
 SUFFIX = b".bin"
 TEMPORARY = b".bin.tmp-"
 TEMPORARY_NAME = re.compile(r"[0-9a-f]+\.bin\.tmp-.+")
 PART_NAME = re.compile(r"[0-9a-f]+\.bin")
+RANK_NAME = re.compile(r"rank_[0-9]+")
 COMMITTED = "committed"
 _serial = count()
 
@@ -148,13 +149,18 @@ def _name_once(path: Path, text: str) -> None:
         return
     new = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}.new-", dir=path.parent.parent))
     try:
-        (new / path.name).write_text(text)
+        write_synced(new / path.name, text)
         new.chmod(0o755)
         new.rename(path.parent)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+
+
+def is_part(folder: str, name: str) -> bool:
+    """Whether a file of this name in this directory can be a part or a marker: its digits, the first of them naming the two directories above."""
+    return PART_NAME.fullmatch(name) is not None and len(name) % 2 == 0 and folder.endswith(f"/{name[:3]}/{name[3:5]}")
 
 
 def folder_of(path: bytes) -> bytes:

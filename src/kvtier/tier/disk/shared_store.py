@@ -16,12 +16,13 @@ in a file beside the parts, and is where whoever starts later begins: whoever re
 nobody else's. The older files are left to the janitor.
 """
 
+import contextlib
 import errno
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -53,11 +54,12 @@ from kvtier.tier.disk.io import (
     aligned_buffer,
     error_text,
 )
-from kvtier.tier.disk.shared_layout import PART_NAME, SharedLayout, folder_of, temporary_path
+from kvtier.tier.disk.shared_layout import SharedLayout, folder_of, is_part, temporary_path
 
 GENERATION_NAME = "kvtier-generation"
 _USE_PERIOD_S = 3600.0
 _SPACE_PERIOD_S = 1.0
+_CHORES_MAX = 10_000
 _LINK_REFUSED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
 Trailer = Literal["on", "off"]
@@ -188,8 +190,7 @@ class SharedStore(PartStore):
         base = layout.rank_directory(rank)
         try:
             base.mkdir(parents=True, exist_ok=True)
-            self._generation = _read_generation(base)
-            self._enter_generation()
+            self._enter_generation(_read_generation(base))
             self.direct_io, self.direct_io_reason = _probe(self._directory_path, direct=direct)
             self.links_work = _probe_links(self._directory_path)
         except OSError as exception:
@@ -203,13 +204,17 @@ class SharedStore(PartStore):
         self._on_write = self._writes_ended
         self._on_asked = self._presence_known
         self._on_deleted = self._deletes_ended
-        # Small system calls on names that no transfer waits for: times of use, values.
-        self._chores = ThreadPoolExecutor(1, "kvtier-disk-chores")
+        # Small system calls on names that no transfer waits for, nor the end of the process: times of use, values.
+        self._chores: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._do_chores, name="kvtier-disk-chores", daemon=True).start()
 
-    def _enter_generation(self) -> None:
-        self._directory_path = self.layout.rank_directory(self.rank, self._generation)
-        self._directory_path.mkdir(parents=True, exist_ok=True)
-        self._directory = os.fsencode(self._directory_path)
+    def _enter_generation(self, generation: int) -> None:
+        """Its directory comes first: where that cannot be made, nothing has changed, and no file is taken for one of another generation."""
+        directory = self.layout.rank_directory(self.rank, generation)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._generation = generation
+        self._directory_path = directory
+        self._directory = os.fsencode(directory)
         self._made = set()
 
     @property
@@ -224,15 +229,15 @@ class SharedStore(PartStore):
     def entries(self) -> Iterator[PartEntry]:
         """Every file of this rank and generation, longest unused first as far as times of use are kept. Walks the directories: slow."""
         found = []
-        for first in self._directory_path.iterdir():
-            if len(first.name) != 3 or not first.is_dir():
-                continue
-            for second in first.iterdir():
-                with os.scandir(second) as files:
-                    for file in files:
-                        if PART_NAME.fullmatch(file.name):
-                            status = file.stat()
-                            found.append((status.st_mtime, self.layout.key_of(file.name), status.st_size))
+        for folder in self._directory_path.glob("[0-9a-f]" * 3 + "/" + "[0-9a-f]" * 2):
+            # What others take away meanwhile, or put there, is passed over.
+            with contextlib.suppress(OSError), os.scandir(folder) as files:
+                for file in files:
+                    if not is_part(str(folder), file.name):
+                        continue
+                    with contextlib.suppress(OSError):
+                        status = file.stat()
+                        found.append((status.st_mtime, self.layout.key_of(file.name), status.st_size))
         for _, key, size in sorted(found):
             yield PartEntry(key, size if self._trailer == "on" else _slot_bytes(size))
 
@@ -240,6 +245,10 @@ class SharedStore(PartStore):
         batch = _Batch(self, done, self._generation)
         if self._refused(parts, done):
             return batch
+        for part in parts:
+            # What raises for a key or a buffer that cannot be stored raises here, before anything was taken.
+            self.layout.path(self._directory, part.key)
+            address_of(part.buffer.cast("B")[: self._file_bytes(part)])
         self._start([(part, batch, lane) for part in parts])
         return batch
 
@@ -262,6 +271,10 @@ class SharedStore(PartStore):
     def _admit(self, part: PartWrite, batch: _Batch, lane: Lane, jobs: list[Job], *, room: bool) -> PartDone | None:
         """Under the lock: what becomes of one part. None where it is on its way."""
         size = part.buffer.nbytes
+        if batch.generation != self._generation:
+            # It waited over a reset: its bytes are of before.
+            self.stats.writes_failed += 1
+            return PartDone(part.key, PartFailure.CANCELLED, "the store was reset")
         if part.key in self._deleting:
             self._deleting[part.key].append((part, batch, lane))
             return None
@@ -284,10 +297,14 @@ class SharedStore(PartStore):
             return PartDone(part.key, PartFailure.SHORT, "a part of no bytes cannot be stored")
         write = _Write(part, lane, self.layout.path(self._directory, part.key), self._generation, [batch])
         self._writing[part.key] = write
-        job = Job((Step(Op.STAT, path=write.path, length=-1),), lane, None, write)
+        job = self._asking_job(write)
         batch.jobs.append(job)
         jobs.append(job)
         return None
+
+    @staticmethod
+    def _asking_job(write: _Write) -> Job:
+        return Job((Step(Op.STAT, path=write.path, length=-1),), write.lane, None, write)
 
     def _presence_known(self, jobs: list[Job]) -> None:
         """Write what is not there; look closer at what is."""
@@ -296,7 +313,11 @@ class SharedStore(PartStore):
         for job in jobs:
             write: _Write = job.tag
             if job.error == errno.ENOENT and not write.deleted:
-                writes.append(self._write_job(write))
+                try:
+                    writes.append(self._write_job(write))
+                except (OSError, MemoryError):
+                    job.error = errno.ENOMEM
+                    ended.append(job)
             elif job.error or write.deleted:
                 ended.append(job)
             else:
@@ -356,9 +377,13 @@ class SharedStore(PartStore):
             return True
         now_s = time.monotonic()
         if now_s >= self._space_at_s + _SPACE_PERIOD_S:
-            status = os.statvfs(self.layout.root)
-            self._space_ok = status.f_bavail * status.f_frsize >= self._free_bytes_min
             self._space_at_s = now_s
+            try:
+                status = os.statvfs(self.layout.root)
+            except OSError:
+                # The write itself will say what is wrong.
+                return True
+            self._space_ok = status.f_bavail * status.f_frsize >= self._free_bytes_min
         return self._space_ok
 
     def submit_read(
@@ -445,12 +470,11 @@ class SharedStore(PartStore):
             try:
                 base = self.layout.rank_directory(self.rank)
                 _write_generation(base, max(generation + 1, _read_generation(base)))
+                self._enter_generation(generation)
             except OSError as exception:
                 raise StoreUnavailableError(
                     f"generation {generation} could not be made durable in {self.layout.root}: {exception}"
                 ) from exception
-            self._generation = generation
-            self._enter_generation()
             for write in self._writing.values():
                 write.deleted = True
             self._writing.clear()
@@ -478,7 +502,7 @@ class SharedStore(PartStore):
         until = time.monotonic() + deadline_s
         flushed = self.flush(deadline_s)
         quiet = self._io.close(max(1.0, until - time.monotonic()))
-        self._chores.shutdown(wait=False, cancel_futures=True)
+        self._chores.put(None)
         return flushed and quiet
 
     def _refused(self, parts: Sequence[PartWrite] | Sequence[PartRead], done: PartsDone) -> bool:
@@ -542,6 +566,8 @@ class SharedStore(PartStore):
         if self._trailer == "off":
             assert self._identity is not None
             seal_slot(read.part.buffer, self._identity(key), read.payload_bytes)
+            if read.batch.generation != self._generation:
+                return PartDone(key, PartFailure.MISSING, "the store was reset")
         self._note_use(key, read.path)
         return PartDone(key)
 
@@ -552,6 +578,11 @@ class SharedStore(PartStore):
             write: _Write = job.tag
             if job.error == errno.EEXIST and job.failed_step == write.link_step and not write.deleted:
                 self._look_at_the_other(write)
+                continue
+            if job.error == errno.ENOENT and folder_of(write.path) in self._made and not write.deleted:
+                # Somebody removed a directory that seemed empty: make it again.
+                self._made.discard(folder_of(write.path))
+                self._io.submit([self._asking_job(write)], self._on_asked)
                 continue
             if job.error in _LINK_REFUSED and job.failed_step == write.link_step and self.links_work:
                 self.stats.notes.append(
@@ -571,6 +602,10 @@ class SharedStore(PartStore):
         if job.error:
             # A directory that we made may have been removed by hand: make it again next time.
             self._made.discard(folder_of(write.path))
+            if job.error == errno.ENOENT and self._trailer == "on":
+                # Or the whole tree was: plain files would then be anybody's, whoever claims the name next.
+                directory = self._directory_path
+                self._chore(lambda: directory.mkdir(parents=True, exist_ok=True))
             failure = PartFailure.NO_SPACE if job.error in (errno.ENOSPC, errno.EDQUOT) else PartFailure.IO
             return failure, f"{os.fsdecode(write.path)}: {error_text(job.error)}"
         self._made.add(folder_of(write.path))
@@ -599,29 +634,29 @@ class SharedStore(PartStore):
     def _look_at_the_other(self, write: _Write) -> None:
         """The name is taken: by the same part, which is a success, or by another, which is refused."""
         size = self._file_bytes(write.part)
-        end = aligned_buffer(PAGE_BYTES)
+        tail = memoryview(bytearray(min(PAGE_BYTES, size)))
         steps = [Step(Op.STAT, path=write.path, length=size)]
         if self._trailer == "on":
-            place = size - min(PAGE_BYTES, size)
-            tail = end[: min(PAGE_BYTES, size)]
             steps += [
                 Step(Op.OPEN, path=write.path, flags=os.O_RDONLY),
-                Step(Op.READ, offset=place, buffer=tail, address=address_of(tail)),
+                Step(Op.READ, offset=size - tail.nbytes, buffer=tail, address=address_of(tail)),
                 Step(Op.CLOSE, always=True),
             ]
-        look = Job(tuple(steps), write.lane, None, (write, end[: min(PAGE_BYTES, size)]))
+        look = Job(tuple(steps), write.lane, None, (write, tail))
         self._io.submit([look], self._looked)
 
     def _looked(self, jobs: list[Job]) -> None:
         outcome: list[tuple[_Batch, PartDone]] = []
+        ended = 0
         for job in jobs:
             write, tail = job.tag
             failure, detail = None, ""
-            if job.error == errno.ENOENT:
-                failure, detail = (
-                    PartFailure.IO,
-                    f"{os.fsdecode(write.path)} was stored by another engine and removed again",
-                )
+            if write.deleted:
+                failure, detail = PartFailure.CANCELLED, "deleted while it was being written"
+            elif job.error == errno.ENOENT:
+                # Stored by another engine, and removed again: now it is ours to store.
+                self._io.submit([self._asking_job(write)], self._on_asked)
+                continue
             elif job.error:
                 failure, detail = (
                     PartFailure.EXISTS_DIFFERENT,
@@ -636,9 +671,10 @@ class SharedStore(PartStore):
                 )
             else:
                 self.stats.parts_found_written += 1
+            ended += 1
             outcome += self._conclude(write, failure, detail)
         self._say_all(outcome)
-        self._ended(len(jobs))
+        self._ended(ended)
 
     def _note_use(self, key: Key, path: bytes) -> None:
         """Keep the file's time of use for the janitor, to the hour: a metadata write for each read would cost more than it is worth."""
@@ -651,17 +687,13 @@ class SharedStore(PartStore):
         self._chore(lambda: os.utime(path))
 
     def _chore(self, call: Callable[[], object]) -> None:
-        def guarded() -> None:
-            try:
-                call()
-            except OSError:
-                return
+        if self._chores.qsize() < _CHORES_MAX:
+            self._chores.put(call)
 
-        if self._chores._work_queue.qsize() < 10_000:
-            try:
-                self._chores.submit(guarded)
-            except RuntimeError:
-                return
+    def _do_chores(self) -> None:
+        while (call := self._chores.get()) is not None and not self._closing:
+            with contextlib.suppress(OSError):
+                call()
 
 
 def _slot_bytes(payload_bytes: int) -> int:

@@ -148,9 +148,9 @@ class ThreadIO(IOEngine):
             self._unheralded.wait()
             self._unheralded.clear()
             self._hand_over()
-            with self._ready:
-                if self._stopping and not self._ended:
-                    return
+            # What is left is handed over by the thread that is at it now: it looks again before it lets go.
+            if self._stopping:
+                return
 
     def _work(self) -> None:
         while True:
