@@ -609,3 +609,30 @@ def test_reset_while_loading_and_storing(
     for answer, reference in zip(answers, [*right["many"], right["long"], right["long"]], strict=True):
         assert answer.token_ids == reference.token_ids
     assert [answer.external_tokens for answer in answers[-2:]] == [0, LLAMA.whole_blocks(LLAMA.long_tokens)]
+
+
+def test_resets_with_no_step_between_them(
+    fork: Fork, checkpoint: Callable[[str], Path], plain: Callable[[Case], dict[str, Any]], tmp_path: Path
+) -> None:
+    """An engine that is paused makes no step: what it had under way at the first reset is still to be flushed at the next."""
+    model, right = checkpoint(LLAMA.model), plain(LLAMA)["long"]
+
+    def scenario() -> list[Answer]:
+        with LLAMA.engine(model, kvtier=kvtier_settings(tmp_path)) as engine:
+            scheduler = engine.scheduler.connector.connector_scheduler
+            request_id = engine.submit(LLAMA.long, max_tokens=16, logprobs=LOGPROBS)
+            engine.step_until(lambda: bool(scheduler._jobs), deadline_s=30, what="a store under way")
+            under_way = set(scheduler._jobs)
+            for _ in range(3):
+                engine.reset_now(connector=True)
+            assert under_way <= scheduler._current_batch_jobs_to_flush
+            answers = [engine.result(request_id)]
+            engine.settle()
+            engine.reset_prefix_cache(connector=True)
+            engine.reset_prefix_cache(connector=True)
+            return [*answers, ask(engine, LLAMA.long), ask_again(engine, LLAMA.long)]
+
+    answers = fork(scenario)
+    for answer in answers:
+        assert_same(answer, right, "around resets in a row")
+    assert [answer.external_tokens for answer in answers] == [0, 0, LLAMA.whole_blocks(LLAMA.long_tokens)]

@@ -224,6 +224,13 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             for group_state in req_status.group_states if req_status is not None else ():
                 group_state.next_stored_chunk_idx = 0
 
+    def reset_cache(self) -> None:
+        # Upstream takes no second reset before the step that flushes what was under way at the first: an engine that is paused makes none.
+        to_flush = self._current_batch_jobs_to_flush.copy()
+        self._current_batch_jobs_to_flush.clear()
+        super().reset_cache()
+        self._current_batch_jobs_to_flush.update(to_flush)
+
     def request_finished(self, request: Any) -> Any:
         self.manager.request_ended(request.request_id, request.num_output_tokens)
         self.planner.ended(request)
