@@ -145,6 +145,31 @@ def test_waiting_for_a_pending_part_has_a_deadline() -> None:
     assert manager.leading_run(wanted, context("another")) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("wish", "kept_s"),
+    [
+        (600, 600.0),
+        (0.5, 0.5),
+        pytest.param(10**400, float("inf"), id="huge"),
+        (float("inf"), float("inf")),
+        (float("nan"), None),
+        (-1, None),
+        (0, None),
+        (True, None),
+        ("600", None),
+        ([600], None),
+    ],
+)
+def test_a_senders_wish_is_a_time_or_none(wish: Any, kept_s: float | None) -> None:
+    """Anyone may send anything: a time that is no number would stand for ever at the head of what is let go of by time."""
+    manager = make_manager()
+    assert manager.store is not None
+    seen: list[Any] = []
+    manager.store.request = lambda request, now_s, group: seen.append(request)  # type: ignore[method-assign,assignment]
+    manager.request_seen(keys(1), 0, {"ttl_s": wish, "pinned": 1, "returns_soon": "yes"})
+    assert (seen[0].ttl_s, seen[0].pinned, seen[0].returns_soon) == (kept_s, False, False)
+
+
 def test_a_failed_load_is_not_offered_to_its_request_again() -> None:
     manager, ctx = make_manager(), context()
     manager.on_new_request(ctx)

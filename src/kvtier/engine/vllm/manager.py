@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import math
 import secrets
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -45,6 +47,13 @@ _MEDIA = {Source.DRAM: Medium.CPU, Source.DISK: Medium.STORAGE}
 _ADVISE_EVERY_S = 10.0
 _ASKED_FIRST = 64
 _ASKED_MORE = 4
+
+
+def _wished_s(wish: object) -> float | None:
+    """A time that a sender named, where it is one: what arrives here may be anything."""
+    if isinstance(wish, bool) or not isinstance(wish, (int, float)) or not wish > 0:
+        return None
+    return float(wish) if wish <= sys.float_info.max else math.inf
 
 
 class KVTierManager(OffloadingManager):
@@ -246,11 +255,10 @@ class KVTierManager(OffloadingManager):
         """
         if self.store is None:
             return
-        ttl_s = hints.get("ttl_s")
         request = RequestInfo(
             keys,
             hit_count,
-            ttl_s=float(ttl_s) if isinstance(ttl_s, (int, float)) else None,
+            ttl_s=_wished_s(hints.get("ttl_s")),
             pinned=hints.get("pinned") is True,
             returns_soon=hints.get("returns_soon") is True,
         )
