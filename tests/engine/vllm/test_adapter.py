@@ -145,6 +145,21 @@ def test_waiting_for_a_pending_part_has_a_deadline() -> None:
     assert manager.leading_run(wanted, context("another")) == (2, True)
 
 
+@pytest.mark.parametrize("again", ["load", "store"])
+def test_no_part_comes_before_one_of_a_shorter_prefix(again: str) -> None:
+    """A request begins anew after a preemption, a failed load or a reset: its first part does not follow its last one."""
+    manager, ctx = make_manager(), context()
+    wanted = keys(4)
+    for place, key in enumerate(wanted, start=1):
+        ctx.set_offload_key_position(key, 16 * place)
+    assert [part.parent for part in manager._parts(wanted[:2], ctx)] == [None, wanted[0]]
+    assert [part.parent for part in manager._parts(wanted[2:], ctx)] == wanted[1:3]
+    manager.reset_cache()
+    parts = manager._parts(wanted[:3] if again == "load" else wanted, ctx)
+    assert [part.parent for part in parts] == [None, *wanted[: len(parts) - 1]]
+    assert [part.parent for part in manager._parts(wanted[3:], ctx)] == ([wanted[2]] if again == "load" else [None])
+
+
 @pytest.mark.parametrize(
     ("wish", "kept_s"),
     [

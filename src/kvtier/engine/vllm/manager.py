@@ -89,7 +89,7 @@ class KVTierManager(OffloadingManager):
         self._clock = self.clock = clock
         self._reported: dict[str, int] = {}
         self._advise_at_s = 0.0
-        self._last_stored: dict[str, dict[int, bytes]] = {}
+        self._last_stored: dict[str, dict[int, Part]] = {}
         self._live: set[str] = set()
         self._declined: set[str] = set()
         self._excluded: set[str] = set()
@@ -342,8 +342,12 @@ class KVTierManager(OffloadingManager):
         last = self._last_stored.setdefault(req_context.req_id, {})
         parts = []
         for part in self.parts(keys, req_context):
-            parts.append(part._replace(parent=last.get(part.group)))
-            last[part.group] = part.key
+            before = last.get(part.group)
+            # Looked at from its beginning again, after a preemption or a reset, a prefix does not follow its own end.
+            if before is not None and before.depth_tokens < part.depth_tokens:
+                part = part._replace(parent=before.key)
+            parts.append(part)
+            last[part.group] = part
         return parts
 
     def _cost_s(self, group: int, depth_tokens: int) -> float:
