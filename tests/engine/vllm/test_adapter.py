@@ -145,6 +145,29 @@ def test_waiting_for_a_pending_part_has_a_deadline() -> None:
     assert manager.leading_run(wanted, context("another")) == (2, True)
 
 
+def test_a_request_that_was_answered_in_time_may_wait_again() -> None:
+    """After a preemption it is looked up anew, and parts may be under way again."""
+    clock, deadline_s = Clock(), Config().lookup_deadline_s
+    manager, ctx = make_manager(clock=clock), context()
+    manager.on_new_request(ctx)
+    wanted = keys(2)
+    manager.prepare_store(wanted[:1], ctx)
+    assert manager.leading_run(wanted, ctx) == (1, True)
+    manager.complete_store(wanted[:1], ctx)
+    assert manager.leading_run(wanted, ctx) == (1, False)
+    manager.lookups_ended(ctx.req_id)
+    manager.prepare_store(wanted[1:], ctx)
+    clock.now_s = 10 * deadline_s
+    assert manager.leading_run(wanted, ctx) == (2, True)
+    # One that was not answered in time has had its wait: it is not kept from running twice.
+    clock.now_s += deadline_s
+    assert manager.leading_run(wanted, ctx) == (1, False)
+    manager.lookups_ended(ctx.req_id)
+    assert manager.leading_run(wanted, ctx) == (1, False)
+    manager.on_request_finished(ctx)
+    assert not manager._waiting_since_s
+
+
 @pytest.mark.parametrize("again", ["load", "store"])
 def test_no_part_comes_before_one_of_a_shorter_prefix(again: str) -> None:
     """A request begins anew after a preemption, a failed load or a reset: its first part does not follow its last one."""

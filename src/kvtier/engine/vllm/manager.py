@@ -246,6 +246,12 @@ class KVTierManager(OffloadingManager):
         store.counters["lookup_late"] += 1
         return False
 
+    def lookups_ended(self, req_id: str) -> None:
+        """A request was told what there is. If that was in time, its next lookups, after a preemption for instance, may wait as long again."""
+        since_s = self._waiting_since_s.get(req_id)
+        if since_s is not None and self._clock() - since_s < self.config.lookup_deadline_s:
+            del self._waiting_since_s[req_id]
+
     def request_seen(
         self, keys: Sequence[OffloadKey], hit_count: int, hints: Mapping[str, object], group: int = 0
     ) -> None:

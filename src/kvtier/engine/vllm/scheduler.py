@@ -80,7 +80,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 self.manager.request_seen(
                     state.offload_keys, hit_count, hints if isinstance(hints, dict) else {}, group
                 )
-        return answer if answer[0] is None else self._planned(request, num_computed_tokens, answer[0], bounds)
+        if answer[0] is not None:
+            answer = self._planned(request, num_computed_tokens, answer[0], bounds)
+        if answer[0] is not None:
+            self.manager.lookups_ended(request.request_id)
+        return answer
 
     def _planned(
         self, request: Any, num_computed_tokens: int, hit_tokens: int, bounds: dict[str, Any]
