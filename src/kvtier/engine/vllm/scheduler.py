@@ -166,6 +166,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._waiting.pop(request.request_id, None)
         self.planner.scheduled(request.request_id)
+        if not num_external_tokens:
+            # It runs without what was read ahead for it: the engine has its prefix by now, or computes it.
+            self.manager.release_preload(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens and self._events_tracker.self_describing_enabled:
             self._describe_load(self._req_status[request.request_id])
