@@ -1,5 +1,6 @@
 """A router that follows vLLM's KV events knows what kvtier has, on which medium, and of which tokens."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,22 @@ def published(replay: str) -> list[Any]:
             return events
         events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
     raise AssertionError("the replay did not end")
+
+
+def planning(path: Path, model: Path) -> dict[str, Any]:
+    """Settings of a planner to which loads are far cheaper than computing, and reads from disk worth a wait."""
+    curves = {
+        name: {"floor": 0.01, "knots": {"1000": s}} for name, s in (("f", 100.0), ("g_ssd", 0.5), ("g_mem", 0.02))
+    }
+    file = path / "break_even.json"
+    about = {"model_name": str(model), "kv_dtype": "auto", "break_even_ssd_tokens": 0, "break_even_mem_tokens": 0}
+    file.write_text(json.dumps(about | {"curves": curves}))
+    return {
+        "prefix_cache_break_even_path": str(file),
+        "load_planner": "on",
+        "load_planner_defer_tolerance": 1000,
+        "load_planner_defer_deadline_max_s": 60,
+    }
 
 
 class Follower:
@@ -123,3 +140,55 @@ def test_who_follows_the_events_knows_what_is_where(
     assert set(second.tokens["CPU"].values()) == (
         {tuple(prompts[0][at : at + BLOCK]) for at in range(0, 6 * BLOCK, BLOCK)} if described else {()}
     )
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_is_read_ahead_is_told_with_its_tokens(fork: Fork, checkpoint: Any, tmp_path: Path, planned: bool) -> None:
+    """Parts that a start found on disk come to DRAM before any request loads them."""
+    model, disk = checkpoint(LLAMA.model), tmp_path / "disk"
+    disk.mkdir()
+    prompts = [text(seed, 6 * BLOCK + 3) for seed in range(4)]
+    settings = kvtier_settings(disk, self_describing_kv_events=True)
+    if planned:
+        settings |= planning(tmp_path, model)
+    else:
+        settings |= {"enable_preload": True, "preload_lookahead_requests": 4}
+
+    def fill() -> None:
+        with LLAMA.engine(model, kvtier=kvtier_settings(disk)) as engine:
+            engine.answer(prompts, max_tokens=2)
+            engine.settle()
+
+    def serve() -> tuple[Follower, dict[Source, set[int]], float, int]:
+        from vllm.distributed.kv_events import KVEventsConfig
+
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{tmp_path}/ahead",
+            replay_endpoint=f"ipc://{tmp_path}/ahead-replay",
+        )
+        with LLAMA.engine(model, kvtier=settings, max_num_seqs=1, kv_events_config=config) as engine:
+            first = engine.submit(text(9, 10 * BLOCK), max_tokens=40)
+            engine.step_until(lambda: engine.computed_tokens(first) > 0, deadline_s=30, what="the first request runs")
+            ids = [engine.submit(prompt, max_tokens=2) for prompt in prompts]
+            engine.abort(ids.pop())
+            for request_id in (first, *ids):
+                engine.result(request_id)
+            engine.settle()
+            engine.ask(text(99, BLOCK // 2), max_tokens=1)
+            engine.settle()
+            ahead = engine.counters["vllm:kvtier_preload_parts"]
+            notes = engine.scheduler.connector.connector_scheduler._events_tracker._pending_event_metadata
+            follower = Follower(published(f"ipc://{tmp_path}/ahead-replay"))
+            store = engine.scheduler.connector.manager.store
+            return follower, in_store(engine), ahead, len(notes.keys() - store._dram.keys() - store._disk.keys())
+
+    fork(fill)
+    follower, found, ahead, strays = fork(serve)
+    assert ahead > 0, "nothing was read ahead"
+    assert follower.held["CPU"] == found[Source.DRAM] and strays == 0
+    chunks = {tuple(p[at : at + BLOCK]) for p in prompts for at in range(0, 6 * BLOCK, BLOCK)}
+    told = set(follower.tokens["CPU"].values())
+    assert () not in told, "a part was told without its tokens"
+    assert len(told & chunks) >= 18

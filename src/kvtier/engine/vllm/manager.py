@@ -35,7 +35,7 @@ from kvtier.memory.collector import collector_paused
 from kvtier.observe.requests import RequestTrace
 from kvtier.plan.curves import RecomputeCurve
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, CommitParts, DeleteParts, LoadFailed, Outcome, ReadDone, Source
+from kvtier.store.moves import Action, CommitParts, DeleteParts, Key, LoadFailed, Outcome, ReadDone, Source
 from kvtier.store.tiered import Part, Presence, Resident, Run, TieredStore
 from kvtier.tier.disk.presence import SharedPresence
 
@@ -66,6 +66,9 @@ class KVTierManager(OffloadingManager):
         clock: monotonic seconds.
         trace: where requests are recorded; the manager closes it.
         publishes: whether vLLM publishes KV cache events, and so takes the manager's.
+
+    Attributes:
+        preloaded: told which of a request's parts lie in DRAM, or are being read into it, once they were read ahead; None for nobody.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class KVTierManager(OffloadingManager):
         self.shared: SharedPresence | None = None
         self._looking_ahead = False
         self._through_reads = False
+        self.preloaded: Callable[[str, Sequence[Key]], None] | None = None
 
     # ---- start
 
@@ -423,7 +427,10 @@ class KVTierManager(OffloadingManager):
         """Read ahead what a waiting request will load. False if there is more to read, later."""
         if self.store is None or req_id in self._declined:
             return True
-        return self.store.preload(wanted, req_id, self._clock())
+        done = self.store.preload(wanted, req_id, self._clock())
+        if self.preloaded is not None:
+            self.preloaded(req_id, [part.key for part in wanted if self.store.has_slot(part.key)])
+        return done
 
     # ---- requests, steps, outcomes
 

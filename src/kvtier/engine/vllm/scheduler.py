@@ -53,6 +53,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # Requests that wait and have not all that they will load in DRAM yet, in order of arrival, which is vLLM's own unless priorities say otherwise.
         self._waiting: dict[str, _Waiting] = {}
         self.gpu_block_pool: Any = None
+        if self._events_tracker.self_describing_enabled:
+            self.manager.preloaded = self._describe
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, req: Any, group_config: Any, start_chunk_idx: int
@@ -171,16 +173,20 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self.manager.release_preload(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens and self._events_tracker.self_describing_enabled:
-            self._describe_load(self._req_status[request.request_id])
-
-    def _describe_load(self, req_status: Any) -> None:
-        """Let events say of what a load brings to DRAM which tokens it is: upstream notes that in lookups one by one, which are not made here."""
-        configs = {config.group_idx: config for config in self.config.kv_group_configs}
-        for from_tokens, _, key in req_status.load_key_ranges:
-            config = configs[get_offload_group_idx(key)]
             # What passes through staging never comes to a tier, and its note would stay for ever.
-            if self.manager.has_slot(key):
-                self._events_tracker.record_lookup(req_status.req, config, from_tokens // config.tokens_per_chunk, key)
+            ranges = self._req_status[request.request_id].load_key_ranges
+            keys = [key for *_, key in ranges if self.manager.has_slot(key)]
+            self._describe(request.request_id, keys)
+
+    def _describe(self, req_id: str, keys: Iterable[bytes]) -> None:
+        """Let events say which tokens they are that come to DRAM from below: upstream notes that in lookups one by one, which are not made here."""
+        configs = {config.group_idx: config for config in self.config.kv_group_configs}
+        req_status = self._req_status[req_id]
+        for key in map(OffloadKey, keys):
+            config = configs[get_offload_group_idx(key)]
+            chunks, rest = divmod(req_status.req_context.get_offload_key_position(key) or 0, config.tokens_per_chunk)
+            if chunks and not rest:  # a part of a chunk was noted in its lookup
+                self._events_tracker.record_lookup(req_status.req, config, chunks - 1, key)
 
     def _preload(self) -> None:
         """Once a step: read ahead for the next requests that wait, as far as they are known to hit, the first of them first."""
