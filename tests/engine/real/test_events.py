@@ -52,10 +52,13 @@ def planning(path: Path, model: Path) -> dict[str, Any]:
 
 
 class Follower:
-    """What is where, by the events alone: how often each block was announced, and the tokens of each."""
+    """What is where, by the events alone: how often each block was announced, and the tokens of each.
 
-    def __init__(self, events: list[Any]) -> None:
-        from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    `clears`: heed what clears everything, which a reset of the engine's own cache alone says too.
+    """
+
+    def __init__(self, events: list[Any], *, clears: bool = False) -> None:
+        from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
         self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
         self.tokens: dict[str, dict[int, tuple[int, ...]]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
@@ -69,6 +72,9 @@ class Follower:
             elif isinstance(event, BlockRemoved):
                 self.held[event.medium or ""] -= set(event.block_hashes)  # type: ignore[arg-type]
                 self.removed[event.medium or ""] += len(event.block_hashes)
+            elif clears and isinstance(event, AllBlocksCleared):
+                for held in self.held.values():
+                    held.clear()
 
 
 def in_store(engine: Engine) -> dict[Source, set[int]]:
@@ -192,3 +198,40 @@ def test_what_is_read_ahead_is_told_with_its_tokens(fork: Fork, checkpoint: Any,
     told = set(follower.tokens["CPU"].values())
     assert () not in told, "a part was told without its tokens"
     assert len(told & chunks) >= 18
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reset_is_told_whether_the_engine_could_reset_its_own_cache_or_not(
+    fork: Fork, checkpoint: Any, tmp_path: Path, running: bool
+) -> None:
+    """With requests running vLLM's own cache stays as it is, and says nothing; kvtier forgets everything all the same."""
+    model, disk = checkpoint(LLAMA.model), tmp_path / "disk"
+    disk.mkdir()
+
+    def scenario() -> tuple[Follower, dict[Source, set[int]], int]:
+        from vllm.distributed.kv_events import AllBlocksCleared, KVEventsConfig
+
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{tmp_path}/reset",
+            replay_endpoint=f"ipc://{tmp_path}/reset-replay",
+        )
+        with LLAMA.engine(model, kvtier=kvtier_settings(disk), kv_events_config=config) as engine:
+            engine.ask(text(1, 6 * BLOCK + 3), max_tokens=2)
+            engine.settle()
+            if running:
+                request_id = engine.submit(text(2, BLOCK), max_tokens=8)
+                engine.step_until(lambda: engine.computed_tokens(request_id) > BLOCK, deadline_s=30, what="decoding")
+            assert engine.reset_now(connector=True) is not running
+            engine.ask(text(3, 2 * BLOCK), max_tokens=2)
+            engine.settle()
+            engine.ask(text(99, BLOCK // 2), max_tokens=1)
+            engine.settle()
+            events = published(f"ipc://{tmp_path}/reset-replay")
+            return Follower(events, clears=True), in_store(engine), sum(isinstance(e, AllBlocksCleared) for e in events)
+
+    follower, found, cleared = fork(scenario)
+    assert follower.held["CPU"] == found[Source.DRAM] != set()
+    assert follower.held["STORAGE"] == found[Source.DISK] != set()
+    assert cleared == 1

@@ -4,10 +4,11 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
@@ -53,6 +54,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # Requests that wait and have not all that they will load in DRAM yet, in order of arrival, which is vLLM's own unless priorities say otherwise.
         self._waiting: dict[str, _Waiting] = {}
         self.gpu_block_pool: Any = None
+        self._reset_untold = False
         if self._events_tracker.self_describing_enabled:
             self.manager.preloaded = self._describe
 
@@ -243,6 +245,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._current_batch_jobs_to_flush.clear()
         super().reset_cache()
         self._current_batch_jobs_to_flush.update(to_flush)
+        # While requests run vLLM leaves its own cache as it is, and says nothing to those who follow its events.
+        told = self.gpu_block_pool.kv_event_queue if self.gpu_block_pool is not None else ()
+        self._reset_untold |= not any(isinstance(event, AllBlocksCleared) for event in told)
+
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        if self._reset_untold and self._events_tracker.config.enable_kv_cache_events:
+            yield AllBlocksCleared()
+        self._reset_untold = False
+        yield from super().take_events()
 
     def request_finished(self, request: Any) -> Any:
         self.manager.request_ended(request.request_id, request.num_output_tokens)
