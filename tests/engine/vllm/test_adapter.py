@@ -304,6 +304,22 @@ def test_an_excluded_request_neither_loads_nor_stores() -> None:
     assert manager.leading_run(keys(2), excluded).length == 2, "the name may be another request's later"
 
 
+def test_what_runs_at_a_reset_is_not_stored_until_it_begins_anew() -> None:
+    manager, ctx = make_manager(), context()
+    manager.on_new_request(ctx)
+    manager.outdate(ctx.req_id)
+    output = manager.prepare_store(keys(1), ctx)
+    assert output is not None and output.keys_to_store == []
+    store(manager, keys(1), context("another"))
+    assert manager.lookup(keys(1)[0], ctx) is LookupResult.HIT
+    manager.begins(ctx.req_id)
+    store(manager, keys(2)[1:], ctx)
+    manager.outdate(ctx.req_id)
+    manager.on_request_finished(ctx)
+    manager.outdate(ctx.req_id)
+    assert not manager._outdated, "one that has ended leaves nothing"
+
+
 def test_blocks_are_dealt_to_parts_group_after_group() -> None:
     parts = [PartPlace(b"a", 0, 0), PartPlace(b"b", 0, 0), PartPlace(b"c", 1, 0)]
     spec = GPULoadStoreSpec([7, 8, 9, 3], group_sizes=[3, 1], block_indices=[5, 4])

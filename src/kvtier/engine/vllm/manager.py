@@ -96,6 +96,7 @@ class KVTierManager(OffloadingManager):
         self._live: set[str] = set()
         self._declined: set[str] = set()
         self._excluded: set[str] = set()
+        self._outdated: set[str] = set()
         self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
@@ -385,6 +386,15 @@ class KVTierManager(OffloadingManager):
         self._declined.add(req_id)
         self._excluded.add(req_id)
 
+    def outdate(self, req_id: str) -> None:
+        """Store nothing of this request, which goes on with what was computed before a reset, until it begins anew."""
+        if req_id in self._live:
+            self._outdated.add(req_id)
+
+    def begins(self, req_id: str) -> None:
+        """A request has nothing in the engine, and is looked up to begin, or to begin anew."""
+        self._outdated.discard(req_id)
+
     def take_declined(self) -> list[str]:
         """Requests whose load failed since the last call: all that they compute is worth storing again."""
         declined, self._newly_declined = self._newly_declined, []
@@ -392,7 +402,7 @@ class KVTierManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         store = self._started()
-        if store is None or req_context.req_id in self._excluded:
+        if store is None or req_context.req_id in self._excluded or req_context.req_id in self._outdated:
             return PrepareStoreOutput([], PartsSpec([]), [])
         places = store.begin_store(self._parts(keys, req_context), self._clock())
         if places is None:
@@ -444,6 +454,7 @@ class KVTierManager(OffloadingManager):
         self._waiting_since_s.pop(req_context.req_id, None)
         self._declined.discard(req_context.req_id)
         self._excluded.discard(req_context.req_id)
+        self._outdated.discard(req_context.req_id)
         if self.store is not None:
             self.store.release_preload(req_context.req_id, self._clock())
 

@@ -67,6 +67,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **bounds: Any
     ) -> tuple[int | None, bool]:
+        self.manager.begins(request.request_id)
         # Where the planner decides whether to wait for what is being read ahead, a lookup says nothing of it.
         with self.manager.through_reads() if self.planner.plans else contextlib.nullcontext():
             answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
@@ -245,6 +246,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._current_batch_jobs_to_flush.clear()
         super().reset_cache()
         self._current_batch_jobs_to_flush.update(to_flush)
+        # Upstream would store anew all of what goes on running: what was computed before the reset, and of windows, blocks that are others' by now.
+        for req_id, req_status in self._req_status.items():
+            if req_status.req.num_computed_tokens:
+                self.manager.outdate(req_id)
         # While requests run vLLM leaves its own cache as it is, and says nothing to those who follow its events.
         told = self.gpu_block_pool.kv_event_queue if self.gpu_block_pool is not None else ()
         self._reset_untold |= not any(isinstance(event, AllBlocksCleared) for event in told)
