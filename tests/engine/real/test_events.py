@@ -1,5 +1,6 @@
 """A router that follows vLLM's KV events knows what kvtier has, on which medium, and of which tokens."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,30 @@ def published(replay: str) -> list[Any]:
     raise AssertionError("the replay did not end")
 
 
-class Follower:
-    """What is where, by the events alone: how often each block was announced, and the tokens of each."""
+def planning(path: Path, model: Path) -> dict[str, Any]:
+    """Settings of a planner to which loads are far cheaper than computing, and reads from disk worth a wait."""
+    curves = {
+        name: {"floor": 0.01, "knots": {"1000": s}} for name, s in (("f", 100.0), ("g_ssd", 0.5), ("g_mem", 0.02))
+    }
+    file = path / "break_even.json"
+    about = {"model_name": str(model), "kv_dtype": "auto", "break_even_ssd_tokens": 0, "break_even_mem_tokens": 0}
+    file.write_text(json.dumps(about | {"curves": curves}))
+    return {
+        "prefix_cache_break_even_path": str(file),
+        "load_planner": "on",
+        "load_planner_defer_tolerance": 1000,
+        "load_planner_defer_deadline_max_s": 60,
+    }
 
-    def __init__(self, events: list[Any]) -> None:
-        from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+class Follower:
+    """What is where, by the events alone: how often each block was announced, and the tokens of each.
+
+    `clears`: heed what clears everything, which a reset of the engine's own cache alone says too.
+    """
+
+    def __init__(self, events: list[Any], *, clears: bool = False) -> None:
+        from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
         self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
         self.tokens: dict[str, dict[int, tuple[int, ...]]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
@@ -52,6 +72,9 @@ class Follower:
             elif isinstance(event, BlockRemoved):
                 self.held[event.medium or ""] -= set(event.block_hashes)  # type: ignore[arg-type]
                 self.removed[event.medium or ""] += len(event.block_hashes)
+            elif clears and isinstance(event, AllBlocksCleared):
+                for held in self.held.values():
+                    held.clear()
 
 
 def in_store(engine: Engine) -> dict[Source, set[int]]:
@@ -123,3 +146,92 @@ def test_who_follows_the_events_knows_what_is_where(
     assert set(second.tokens["CPU"].values()) == (
         {tuple(prompts[0][at : at + BLOCK]) for at in range(0, 6 * BLOCK, BLOCK)} if described else {()}
     )
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_is_read_ahead_is_told_with_its_tokens(fork: Fork, checkpoint: Any, tmp_path: Path, planned: bool) -> None:
+    """Parts that a start found on disk come to DRAM before any request loads them."""
+    model, disk = checkpoint(LLAMA.model), tmp_path / "disk"
+    disk.mkdir()
+    prompts = [text(seed, 6 * BLOCK + 3) for seed in range(4)]
+    settings = kvtier_settings(disk, self_describing_kv_events=True)
+    if planned:
+        settings |= planning(tmp_path, model)
+    else:
+        settings |= {"enable_preload": True, "preload_lookahead_requests": 4}
+
+    def fill() -> None:
+        with LLAMA.engine(model, kvtier=kvtier_settings(disk)) as engine:
+            engine.answer(prompts, max_tokens=2)
+            engine.settle()
+
+    def serve() -> tuple[Follower, dict[Source, set[int]], float, int]:
+        from vllm.distributed.kv_events import KVEventsConfig
+
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{tmp_path}/ahead",
+            replay_endpoint=f"ipc://{tmp_path}/ahead-replay",
+        )
+        with LLAMA.engine(model, kvtier=settings, max_num_seqs=1, kv_events_config=config) as engine:
+            first = engine.submit(text(9, 10 * BLOCK), max_tokens=40)
+            engine.step_until(lambda: engine.computed_tokens(first) > 0, deadline_s=30, what="the first request runs")
+            ids = [engine.submit(prompt, max_tokens=2) for prompt in prompts]
+            engine.abort(ids.pop())
+            for request_id in (first, *ids):
+                engine.result(request_id)
+            engine.settle()
+            engine.ask(text(99, BLOCK // 2), max_tokens=1)
+            engine.settle()
+            ahead = engine.counters["vllm:kvtier_preload_parts"]
+            notes = engine.scheduler.connector.connector_scheduler._events_tracker._pending_event_metadata
+            follower = Follower(published(f"ipc://{tmp_path}/ahead-replay"))
+            store = engine.scheduler.connector.manager.store
+            return follower, in_store(engine), ahead, len(notes.keys() - store._dram.keys() - store._disk.keys())
+
+    fork(fill)
+    follower, found, ahead, strays = fork(serve)
+    assert ahead > 0, "nothing was read ahead"
+    assert follower.held["CPU"] == found[Source.DRAM] and strays == 0
+    chunks = {tuple(p[at : at + BLOCK]) for p in prompts for at in range(0, 6 * BLOCK, BLOCK)}
+    told = set(follower.tokens["CPU"].values())
+    assert () not in told, "a part was told without its tokens"
+    assert len(told & chunks) >= 18
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reset_is_told_whether_the_engine_could_reset_its_own_cache_or_not(
+    fork: Fork, checkpoint: Any, tmp_path: Path, running: bool
+) -> None:
+    """With requests running vLLM's own cache stays as it is, and says nothing; kvtier forgets everything all the same."""
+    model, disk = checkpoint(LLAMA.model), tmp_path / "disk"
+    disk.mkdir()
+
+    def scenario() -> tuple[Follower, dict[Source, set[int]], int]:
+        from vllm.distributed.kv_events import AllBlocksCleared, KVEventsConfig
+
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{tmp_path}/reset",
+            replay_endpoint=f"ipc://{tmp_path}/reset-replay",
+        )
+        with LLAMA.engine(model, kvtier=kvtier_settings(disk), kv_events_config=config) as engine:
+            engine.ask(text(1, 6 * BLOCK + 3), max_tokens=2)
+            engine.settle()
+            if running:
+                request_id = engine.submit(text(2, BLOCK), max_tokens=8)
+                engine.step_until(lambda: engine.computed_tokens(request_id) > BLOCK, deadline_s=30, what="decoding")
+            assert engine.reset_now(connector=True) is not running
+            engine.ask(text(3, 2 * BLOCK), max_tokens=2)
+            engine.settle()
+            engine.ask(text(99, BLOCK // 2), max_tokens=1)
+            engine.settle()
+            events = published(f"ipc://{tmp_path}/reset-replay")
+            return Follower(events, clears=True), in_store(engine), sum(isinstance(e, AllBlocksCleared) for e in events)
+
+    follower, found, cleared = fork(scenario)
+    assert follower.held["CPU"] == found[Source.DRAM] != set()
+    assert follower.held["STORAGE"] == found[Source.DISK] != set()
+    assert cleared == 1

@@ -32,6 +32,7 @@ from kvtier.testing.vllm.driver import Answer, Engine
 pytestmark = pytest.mark.engine
 
 GEMMA = next(case for case in CASES if case.model == "gemma3")
+GPTOSS = next(case for case in CASES if case.model == "gptoss")
 FALCON = next(case for case in CASES if case.model == "falconh1")
 PROMPTS = 12
 
@@ -609,3 +610,64 @@ def test_reset_while_loading_and_storing(
     for answer, reference in zip(answers, [*right["many"], right["long"], right["long"]], strict=True):
         assert answer.token_ids == reference.token_ids
     assert [answer.external_tokens for answer in answers[-2:]] == [0, LLAMA.whole_blocks(LLAMA.long_tokens)]
+
+
+def test_resets_with_no_step_between_them(
+    fork: Fork, checkpoint: Callable[[str], Path], plain: Callable[[Case], dict[str, Any]], tmp_path: Path
+) -> None:
+    """An engine that is paused makes no step: what it had under way at the first reset is still to be flushed at the next."""
+    model, right = checkpoint(LLAMA.model), plain(LLAMA)["long"]
+
+    def scenario() -> list[Answer]:
+        with LLAMA.engine(model, kvtier=kvtier_settings(tmp_path)) as engine:
+            scheduler = engine.scheduler.connector.connector_scheduler
+            request_id = engine.submit(LLAMA.long, max_tokens=16, logprobs=LOGPROBS)
+            engine.step_until(lambda: bool(scheduler._jobs), deadline_s=30, what="a store under way")
+            under_way = set(scheduler._jobs)
+            for _ in range(3):
+                engine.reset_now(connector=True)
+            assert under_way <= scheduler._current_batch_jobs_to_flush
+            answers = [engine.result(request_id)]
+            engine.settle()
+            engine.reset_prefix_cache(connector=True)
+            engine.reset_prefix_cache(connector=True)
+            return [*answers, ask(engine, LLAMA.long), ask_again(engine, LLAMA.long)]
+
+    answers = fork(scenario)
+    for answer in answers:
+        assert_same(answer, right, "around resets in a row")
+    assert [answer.external_tokens for answer in answers] == [0, 0, LLAMA.whole_blocks(LLAMA.long_tokens)]
+
+
+@pytest.mark.parametrize("case", [LLAMA, GEMMA, GPTOSS, FALCON], ids=lambda case: case.model)
+def test_what_runs_at_a_reset_is_not_stored(
+    case: Case, fork: Fork, checkpoint: Callable[[str], Path], plain: Callable[[Case], dict[str, Any]]
+) -> None:
+    """It was computed before, and the blocks that its windows have moved past are other requests' by now."""
+    model, right = checkpoint(case.model), plain(case)["long"]
+
+    def scenario() -> list[Answer]:
+        with case.engine(model, kvtier=kvtier_settings(None)) as engine:
+            running = engine.submit(case.long, max_tokens=16, logprobs=LOGPROBS)
+            engine.step_until(
+                lambda: engine.computed_tokens(running) > case.long_tokens, deadline_s=60, what="decoding"
+            )
+            for prompt in prompts_of(case)[:4]:
+                engine.submit(prompt, max_tokens=1)
+            for _ in range(8):
+                engine.step()
+            assert engine.unfinished(running)
+            engine.reset_now(connector=True)
+            answers = [engine.result(running)]
+            engine.step_until(lambda: not engine._pending, deadline_s=60, what="the end of all")
+            return [*answers, *(ask_again(engine, prompt) for prompt in (case.long, case.long, case.half_shared(2)))]
+
+    def half() -> Answer:
+        with case.engine(model) as engine:
+            return ask(engine, case.half_shared(2))
+
+    answers = fork(scenario)
+    for answer, reference in zip(answers, [right, right, right, fork(half)], strict=True):
+        assert answer.token_ids == reference.token_ids
+    hit_tokens = [answer.external_tokens for answer in answers]
+    assert hit_tokens[:3] == [0, 0, case.whole_blocks(case.long_tokens)] and hit_tokens[3] > 0

@@ -204,6 +204,20 @@ def test_waiting_requests_are_read_ahead_for(
             store.check()
             return bool(engine.scheduler.connector.connector_scheduler._waiting or store._preloads.used_bytes)
 
+    def no_need() -> int:
+        """One that finds its prefix in the engine, where another has loaded it meanwhile, keeps nothing of what was read ahead while it runs."""
+        with LLAMA.engine(model, kvtier=settings, max_num_seqs=1) as engine:
+            first = occupied(engine)
+            loads, finds = (engine.submit(prompts[0], max_tokens=count) for count in (1, 60))
+            store = engine.scheduler.connector.manager.store
+            engine.step_until(lambda: store._preloads._keys.keys() >= {loads, finds}, deadline_s=30, what="reads ahead")
+            engine.result(first)
+            assert engine.result(loads).external_tokens > 0
+            engine.step_until(lambda: engine.computed_tokens(finds) > len(prompts[0]), deadline_s=30, what="decoding")
+            held = store.gauges()["preload_used_bytes"]
+            assert engine.result(finds).external_tokens == 0
+            return held
+
     right = fork(fill)
     answers, counters = fork(queue)
     for answer, reference in zip(answers, right, strict=True):
@@ -212,6 +226,7 @@ def test_waiting_requests_are_read_ahead_for(
     assert counters["preload_used_parts"] >= 10, {name: n for name, n in counters.items() if "load" in name}
     assert counters.get("load_failed", 0) == 0
     assert not fork(abort), "aborted requests leave nothing of what was read for them"
+    assert not fork(no_need), "a request that runs waits for nothing that was read for it"
 
 
 @pytest.mark.parametrize(

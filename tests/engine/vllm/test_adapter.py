@@ -145,6 +145,69 @@ def test_waiting_for_a_pending_part_has_a_deadline() -> None:
     assert manager.leading_run(wanted, context("another")) == (2, True)
 
 
+def test_a_request_that_was_answered_in_time_may_wait_again() -> None:
+    """After a preemption it is looked up anew, and parts may be under way again."""
+    clock, deadline_s = Clock(), Config().lookup_deadline_s
+    manager, ctx = make_manager(clock=clock), context()
+    manager.on_new_request(ctx)
+    wanted = keys(2)
+    manager.prepare_store(wanted[:1], ctx)
+    assert manager.leading_run(wanted, ctx) == (1, True)
+    manager.complete_store(wanted[:1], ctx)
+    assert manager.leading_run(wanted, ctx) == (1, False)
+    manager.lookups_ended(ctx.req_id)
+    manager.prepare_store(wanted[1:], ctx)
+    clock.now_s = 10 * deadline_s
+    assert manager.leading_run(wanted, ctx) == (2, True)
+    # One that was not answered in time has had its wait: it is not kept from running twice.
+    clock.now_s += deadline_s
+    assert manager.leading_run(wanted, ctx) == (1, False)
+    manager.lookups_ended(ctx.req_id)
+    assert manager.leading_run(wanted, ctx) == (1, False)
+    manager.on_request_finished(ctx)
+    assert not manager._waiting_since_s
+
+
+@pytest.mark.parametrize("again", ["load", "store"])
+def test_no_part_comes_before_one_of_a_shorter_prefix(again: str) -> None:
+    """A request begins anew after a preemption, a failed load or a reset: its first part does not follow its last one."""
+    manager, ctx = make_manager(), context()
+    wanted = keys(4)
+    for place, key in enumerate(wanted, start=1):
+        ctx.set_offload_key_position(key, 16 * place)
+    assert [part.parent for part in manager._parts(wanted[:2], ctx)] == [None, wanted[0]]
+    assert [part.parent for part in manager._parts(wanted[2:], ctx)] == wanted[1:3]
+    manager.reset_cache()
+    parts = manager._parts(wanted[:3] if again == "load" else wanted, ctx)
+    assert [part.parent for part in parts] == [None, *wanted[: len(parts) - 1]]
+    assert [part.parent for part in manager._parts(wanted[3:], ctx)] == ([wanted[2]] if again == "load" else [None])
+
+
+@pytest.mark.parametrize(
+    ("wish", "kept_s"),
+    [
+        (600, 600.0),
+        (0.5, 0.5),
+        pytest.param(10**400, float("inf"), id="huge"),
+        (float("inf"), float("inf")),
+        (float("nan"), None),
+        (-1, None),
+        (0, None),
+        (True, None),
+        ("600", None),
+        ([600], None),
+    ],
+)
+def test_a_senders_wish_is_a_time_or_none(wish: Any, kept_s: float | None) -> None:
+    """Anyone may send anything: a time that is no number would stand for ever at the head of what is let go of by time."""
+    manager = make_manager()
+    assert manager.store is not None
+    seen: list[Any] = []
+    manager.store.request = lambda request, now_s, group: seen.append(request)  # type: ignore[method-assign,assignment]
+    manager.request_seen(keys(1), 0, {"ttl_s": wish, "pinned": 1, "returns_soon": "yes"})
+    assert (seen[0].ttl_s, seen[0].pinned, seen[0].returns_soon) == (kept_s, False, False)
+
+
 def test_a_failed_load_is_not_offered_to_its_request_again() -> None:
     manager, ctx = make_manager(), context()
     manager.on_new_request(ctx)
@@ -239,6 +302,22 @@ def test_an_excluded_request_neither_loads_nor_stores() -> None:
     manager.on_request_finished(excluded)
     manager.on_new_request(excluded)
     assert manager.leading_run(keys(2), excluded).length == 2, "the name may be another request's later"
+
+
+def test_what_runs_at_a_reset_is_not_stored_until_it_begins_anew() -> None:
+    manager, ctx = make_manager(), context()
+    manager.on_new_request(ctx)
+    manager.outdate(ctx.req_id)
+    output = manager.prepare_store(keys(1), ctx)
+    assert output is not None and output.keys_to_store == []
+    store(manager, keys(1), context("another"))
+    assert manager.lookup(keys(1)[0], ctx) is LookupResult.HIT
+    manager.begins(ctx.req_id)
+    store(manager, keys(2)[1:], ctx)
+    manager.outdate(ctx.req_id)
+    manager.on_request_finished(ctx)
+    manager.outdate(ctx.req_id)
+    assert not manager._outdated, "one that has ended leaves nothing"
 
 
 def test_blocks_are_dealt_to_parts_group_after_group() -> None:

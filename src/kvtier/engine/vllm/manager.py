@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -33,7 +35,7 @@ from kvtier.memory.collector import collector_paused
 from kvtier.observe.requests import RequestTrace
 from kvtier.plan.curves import RecomputeCurve
 from kvtier.policy.base import RequestInfo
-from kvtier.store.moves import Action, Outcome, Source
+from kvtier.store.moves import Action, Key, Outcome, Source
 from kvtier.store.tiered import Part, Presence, Resident, Run, TieredStore
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,13 @@ _HIT_SOURCES = {Source.DRAM: CacheHitSource.HOST, Source.DISK: CacheHitSource.DI
 _MEDIA = {Source.DRAM: Medium.CPU, Source.DISK: Medium.STORAGE}
 
 _ADVISE_EVERY_S = 10.0
+
+
+def _wished_s(wish: object) -> float | None:
+    """A time that a sender named, where it is one: what arrives here may be anything."""
+    if isinstance(wish, bool) or not isinstance(wish, (int, float)) or not wish > 0:
+        return None
+    return float(wish) if wish <= sys.float_info.max else math.inf
 
 
 class KVTierManager(OffloadingManager):
@@ -54,6 +63,9 @@ class KVTierManager(OffloadingManager):
         clock: monotonic seconds.
         trace: where requests are recorded; the manager closes it.
         publishes: whether vLLM publishes KV cache events, and so takes the manager's.
+
+    Attributes:
+        preloaded: told which of a request's parts lie in DRAM, or are being read into it, once they were read ahead; None for nobody.
     """
 
     def __init__(
@@ -77,16 +89,18 @@ class KVTierManager(OffloadingManager):
         self._clock = self.clock = clock
         self._reported: dict[str, int] = {}
         self._advise_at_s = 0.0
-        self._last_stored: dict[str, dict[int, bytes]] = {}
+        self._last_stored: dict[str, dict[int, Part]] = {}
         self._live: set[str] = set()
         self._declined: set[str] = set()
         self._excluded: set[str] = set()
+        self._outdated: set[str] = set()
         self._newly_declined: list[str] = []
         self._waiting_since_s: dict[str, float] = {}
         self._warned = False
         self.shared: SharedDisk | None = None
         self._looking_ahead = False
         self._through_reads = False
+        self.preloaded: Callable[[str, Sequence[Key]], None] | None = None
 
     # ---- start
 
@@ -203,6 +217,12 @@ class KVTierManager(OffloadingManager):
         store.counters["lookup_late"] += 1
         return False
 
+    def lookups_ended(self, req_id: str) -> None:
+        """A request was told what there is. If that was in time, its next lookups, after a preemption for instance, may wait as long again."""
+        since_s = self._waiting_since_s.get(req_id)
+        if since_s is not None and self._clock() - since_s < self.config.lookup_deadline_s:
+            del self._waiting_since_s[req_id]
+
     def request_seen(
         self, keys: Sequence[OffloadKey], hit_count: int, hints: Mapping[str, object], group: int = 0
     ) -> None:
@@ -212,11 +232,10 @@ class KVTierManager(OffloadingManager):
         """
         if self.store is None:
             return
-        ttl_s = hints.get("ttl_s")
         request = RequestInfo(
             keys,
             hit_count,
-            ttl_s=float(ttl_s) if isinstance(ttl_s, (int, float)) else None,
+            ttl_s=_wished_s(hints.get("ttl_s")),
             pinned=hints.get("pinned") is True,
             returns_soon=hints.get("returns_soon") is True,
         )
@@ -300,8 +319,12 @@ class KVTierManager(OffloadingManager):
         last = self._last_stored.setdefault(req_context.req_id, {})
         parts = []
         for part in self.parts(keys, req_context):
-            parts.append(part._replace(parent=last.get(part.group)))
-            last[part.group] = part.key
+            before = last.get(part.group)
+            # Looked at from its beginning again, after a preemption or a reset, a prefix does not follow its own end.
+            if before is not None and before.depth_tokens < part.depth_tokens:
+                part = part._replace(parent=before.key)
+            parts.append(part)
+            last[part.group] = part
         return parts
 
     def _cost_s(self, group: int, depth_tokens: int) -> float:
@@ -329,6 +352,15 @@ class KVTierManager(OffloadingManager):
         self._declined.add(req_id)
         self._excluded.add(req_id)
 
+    def outdate(self, req_id: str) -> None:
+        """Store nothing of this request, which goes on with what was computed before a reset, until it begins anew."""
+        if req_id in self._live:
+            self._outdated.add(req_id)
+
+    def begins(self, req_id: str) -> None:
+        """A request has nothing in the engine, and is looked up to begin, or to begin anew."""
+        self._outdated.discard(req_id)
+
     def take_declined(self) -> list[str]:
         """Requests whose load failed since the last call: all that they compute is worth storing again."""
         declined, self._newly_declined = self._newly_declined, []
@@ -336,7 +368,7 @@ class KVTierManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         store = self._started()
-        if store is None or req_context.req_id in self._excluded:
+        if store is None or req_context.req_id in self._excluded or req_context.req_id in self._outdated:
             return PrepareStoreOutput([], PartsSpec([]), [])
         places = store.begin_store(self._parts(keys, req_context), self._clock())
         if places is None:
@@ -371,7 +403,10 @@ class KVTierManager(OffloadingManager):
         """Read ahead what a waiting request will load. False if there is more to read, later."""
         if self.store is None or req_id in self._declined:
             return True
-        return self.store.preload(wanted, req_id, self._clock())
+        done = self.store.preload(wanted, req_id, self._clock())
+        if self.preloaded is not None:
+            self.preloaded(req_id, [part.key for part in wanted if self.store.has_slot(part.key)])
+        return done
 
     # ---- requests, steps, outcomes
 
@@ -385,6 +420,7 @@ class KVTierManager(OffloadingManager):
         self._waiting_since_s.pop(req_context.req_id, None)
         self._declined.discard(req_context.req_id)
         self._excluded.discard(req_context.req_id)
+        self._outdated.discard(req_context.req_id)
         if self.store is not None:
             self.store.release_preload(req_context.req_id, self._clock())
 

@@ -4,10 +4,11 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
@@ -53,6 +54,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # Requests that wait and have not all that they will load in DRAM yet, in order of arrival, which is vLLM's own unless priorities say otherwise.
         self._waiting: dict[str, _Waiting] = {}
         self.gpu_block_pool: Any = None
+        self._reset_untold = False
+        if self._events_tracker.self_describing_enabled:
+            self.manager.preloaded = self._describe
 
     def _maximal_prefix_lookup(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, req: Any, group_config: Any, start_chunk_idx: int
@@ -63,6 +67,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, **bounds: Any
     ) -> tuple[int | None, bool]:
+        self.manager.begins(request.request_id)
         # Where the planner decides whether to wait for what is being read ahead, a lookup says nothing of it.
         with self.manager.through_reads() if self.planner.plans else contextlib.nullcontext():
             answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens, **bounds)
@@ -80,7 +85,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 self.manager.request_seen(
                     state.offload_keys, hit_count, hints if isinstance(hints, dict) else {}, group
                 )
-        return answer if answer[0] is None else self._planned(request, num_computed_tokens, answer[0], bounds)
+        if answer[0] is not None:
+            answer = self._planned(request, num_computed_tokens, answer[0], bounds)
+        if answer[0] is not None:
+            self.manager.lookups_ended(request.request_id)
+        return answer
 
     def _planned(
         self, request: Any, num_computed_tokens: int, hit_tokens: int, bounds: dict[str, Any]
@@ -162,18 +171,25 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._waiting.pop(request.request_id, None)
         self.planner.scheduled(request.request_id)
+        if not num_external_tokens:
+            # It runs without what was read ahead for it: the engine has its prefix by now, or computes it.
+            self.manager.release_preload(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens and self._events_tracker.self_describing_enabled:
-            self._describe_load(self._req_status[request.request_id])
-
-    def _describe_load(self, req_status: Any) -> None:
-        """Let events say of what a load brings to DRAM which tokens it is: upstream notes that in lookups one by one, which are not made here."""
-        configs = {config.group_idx: config for config in self.config.kv_group_configs}
-        for from_tokens, _, key in req_status.load_key_ranges:
-            config = configs[get_offload_group_idx(key)]
             # What passes through staging never comes to a tier, and its note would stay for ever.
-            if self.manager.has_slot(key):
-                self._events_tracker.record_lookup(req_status.req, config, from_tokens // config.tokens_per_chunk, key)
+            ranges = self._req_status[request.request_id].load_key_ranges
+            keys = [key for *_, key in ranges if self.manager.has_slot(key)]
+            self._describe(request.request_id, keys)
+
+    def _describe(self, req_id: str, keys: Iterable[bytes]) -> None:
+        """Let events say which tokens they are that come to DRAM from below: upstream notes that in lookups one by one, which are not made here."""
+        configs = {config.group_idx: config for config in self.config.kv_group_configs}
+        req_status = self._req_status[req_id]
+        for key in map(OffloadKey, keys):
+            config = configs[get_offload_group_idx(key)]
+            chunks, rest = divmod(req_status.req_context.get_offload_key_position(key) or 0, config.tokens_per_chunk)
+            if chunks and not rest:  # a part of a chunk was noted in its lookup
+                self._events_tracker.record_lookup(req_status.req, config, chunks - 1, key)
 
     def _preload(self) -> None:
         """Once a step: read ahead for the next requests that wait, as far as they are known to hit, the first of them first."""
@@ -223,6 +239,26 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             req_status = self._req_status.get(req_id)
             for group_state in req_status.group_states if req_status is not None else ():
                 group_state.next_stored_chunk_idx = 0
+
+    def reset_cache(self) -> None:
+        # Upstream takes no second reset before the step that flushes what was under way at the first: an engine that is paused makes none.
+        to_flush = self._current_batch_jobs_to_flush.copy()
+        self._current_batch_jobs_to_flush.clear()
+        super().reset_cache()
+        self._current_batch_jobs_to_flush.update(to_flush)
+        # Upstream would store anew all of what goes on running: what was computed before the reset, and of windows, blocks that are others' by now.
+        for req_id, req_status in self._req_status.items():
+            if req_status.req.num_computed_tokens:
+                self.manager.outdate(req_id)
+        # While requests run vLLM leaves its own cache as it is, and says nothing to those who follow its events.
+        told = self.gpu_block_pool.kv_event_queue if self.gpu_block_pool is not None else ()
+        self._reset_untold |= not any(isinstance(event, AllBlocksCleared) for event in told)
+
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        if self._reset_untold and self._events_tracker.config.enable_kv_cache_events:
+            yield AllBlocksCleared()
+        self._reset_untold = False
+        yield from super().take_events()
 
     def request_finished(self, request: Any) -> Any:
         self.manager.request_ended(request.request_id, request.num_output_tokens)
