@@ -872,6 +872,16 @@ def test_a_rebuild_that_is_killed_is_done_again(tmp_path: Path, monkeypatch: pyt
     assert store.close(WAIT_S)
 
 
+def test_of_damaged_catalogs_the_last_one_is_kept(tmp_path: Path) -> None:
+    for damage in (b"first" * 1000, b"second" * 1000):
+        store = open_store(tmp_path)
+        store.close(WAIT_S)
+        (store.directory / "catalog.sqlite").write_bytes(damage)
+    store = open_store(tmp_path)
+    assert [path.read_bytes()[:6] for path in store.directory.glob("catalog.sqlite.damaged-*")] == [b"second"]
+    assert store.close(WAIT_S)
+
+
 def test_a_catalog_without_tables_beside_segments_is_damage(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     write_parts(store, {key: sealed(key, index, 1) for index, key in enumerate(keys(5))})

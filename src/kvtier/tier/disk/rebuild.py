@@ -85,6 +85,9 @@ def replace_damaged(directory: Path, generation: int, rows: Sequence[CatalogRow]
         catalog.close()
     kept = ""
     if path.exists():
+        # One is enough to look at, and nothing counts their bytes.
+        for older in directory.glob(f"{DAMAGED_NAME}-*"):
+            older.unlink()
         kept = f"{DAMAGED_NAME}-{time.time_ns():x}"
         path.rename(directory / kept)
     for suffix in ("-wal", "-shm"):
