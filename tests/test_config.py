@@ -7,6 +7,7 @@ import pytest
 
 from kvtier.config import Config, load_config, parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.tier.remote.memory import CAPACITY_ENV, POLICY_ENV
 
 
 @pytest.mark.parametrize(
@@ -200,3 +201,8 @@ def test_a_bad_size_by_aibrix_s_name_is_refused_once(text: str) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         load_config(environ={name: text})
     assert str(caught.value).count(name) == 1
+
+
+def test_the_memory_store_s_environment_is_not_taken_for_settings() -> None:
+    environ = {CAPACITY_ENV: "1000", POLICY_ENV: "LRU"}
+    assert set(load_config(environ=environ).sources.values()) == {"default"}

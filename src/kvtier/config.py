@@ -268,6 +268,8 @@ class Config:
 
 
 ENV_PREFIX = "KVTIER_"
+_OTHERS_ENV = frozenset(("KVTIER_CONFIG", "KVTIER_MEMORY_CAPACITY_BYTES", "KVTIER_MEMORY_EVICTION_POLICY"))
+"""Names that begin alike and are no settings: the file's, and those of the MEMORY store."""
 # Names of AIBrix's framework with the same meaning here; the value is given per worker there, in GB of 2**30 bytes.
 _AIBRIX_ENV: dict[str, tuple[str, Callable[[str], object]]] = {
     "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": ("dram_bytes", lambda text: int(float(text) * 2**30)),
@@ -343,7 +345,7 @@ def load_config(
                 raise ConfigError(f"{name} is {text!r}: {error}") from None
             take(target, value, name)
     for name, text in environ.items():
-        if name.startswith(ENV_PREFIX) and name != ENV_PREFIX + "CONFIG":
+        if name.startswith(ENV_PREFIX) and name not in _OTHERS_ENV:
             take(name.removeprefix(ENV_PREFIX).lower(), text, name)
     for name, value in (extra or {}).items():
         take(name, value, extra_source)
