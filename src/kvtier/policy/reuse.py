@@ -180,7 +180,7 @@ class ReusePolicy(EvictionPolicy):
         self._heap_max = 1024
         self._by_age: list[OrderedDict[_Run, None]] = [OrderedDict() for _ in range(BUCKETS)]
         self._oldest: OrderedDict[_Run, None] = OrderedDict()
-        self._held: dict[int, list[_Run]] = {}  # by request
+        self._held: dict[int, dict[_Run, None]] = {}  # by request
         self._held_until: list[tuple[float, int]] = []
         self._held_bytes = 0
         self._usual_worth = 0.0
@@ -449,7 +449,7 @@ class ReusePolicy(EvictionPolicy):
             )
             run.hold = hold
             if hold:
-                self._held.setdefault(number, []).append(run)
+                self._held.setdefault(number, {})[run] = None
             self._move(stretch, before, run)
             self._by_age[0][run] = None
             self._oldest[run] = None
@@ -527,6 +527,11 @@ class ReusePolicy(EvictionPolicy):
         run.serial += 1
         run.members = []
         self._oldest.pop(run, None)
+        held = self._held.get(run.request) if run.hold else None
+        if held is not None:  # else what is pinned and never comes, or leaves, would be held for ever
+            held.pop(run, None)
+            if not held:
+                del self._held[run.request]
         if run.bucket >= 0:
             self._by_age[run.bucket].pop(run, None)
             run.bucket = -1
@@ -590,6 +595,9 @@ class ReusePolicy(EvictionPolicy):
             return _NO_HOLD
         if hints.pinned:
             return _PIN
+        if len(self._held_until) > 2 * len(self._held) + 1024:  # most have ended before their time
+            self._held_until = [entry for entry in self._held_until if entry[1] in self._held]
+            heapify(self._held_until)
         heappush(self._held_until, (now_s + ttl_s, number))
         return _TTL
 
