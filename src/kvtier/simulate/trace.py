@@ -83,7 +83,7 @@ class Trace:
     @property
     def name(self) -> str:
         """The file's name without its endings."""
-        return self.path.name.split(".")[0]
+        return self.path.name.split(".")[0] or self.path.name
 
     @property
     def file_bytes(self) -> int:
