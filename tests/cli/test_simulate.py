@@ -128,3 +128,16 @@ def test_a_file_whose_name_is_no_text_is_shown_as_its_bytes(tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (0, b"")
     page = (tmp_path / "\udcfepage" / "index.html").read_text()
     assert "<b>" not in page and "\\udcff&lt;b&gt;" in page
+
+
+def test_a_block_that_is_named_twice_is_one_block(tmp_path: Path) -> None:
+    """`kvtier.open` records what it is asked for, and a caller may ask for a key twice."""
+    trace = tmp_path / "twice.jsonl"
+    line = '{"timestamp": %d, "hash_ids": [1, 1, 2, 1, 3], "input_length": 1536, "output_length": 1}\n'
+    trace.write_text("".join(line % (60_000 * number) for number in range(3)))
+    for tier in (["--capacity-blocks", "5"], ["--dram", "1GB", "--disk", "1GB"]):
+        arguments = ["simulate", str(trace), "--policy", "all", *tier, "--json", f"{tmp_path}/o.json"]
+        assert main(arguments) == 0
+        rows = json.loads((tmp_path / "o.json").read_text())
+        assert {row["asked_blocks"] for row in rows} == {9}
+        assert {row["hit_rate"] for row in rows} == {6 / 9}

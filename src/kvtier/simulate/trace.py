@@ -176,7 +176,8 @@ def _parse(line: bytes, scale: float, last_s: float) -> TraceRequest:
             raise TraceError(f"hash id {block_id} does not fit in 64 bits without sign")
     if row.input_length < 0 or row.output_length < 0:
         raise TraceError(f"input_length {row.input_length} or output_length {row.output_length} is negative")
-    return TraceRequest(time_s, row.hash_ids, row.input_length, row.output_length)
+    ids = list(dict.fromkeys(row.hash_ids))  # a block that is named twice is one block: a load asks for it once
+    return TraceRequest(time_s, ids, row.input_length, row.output_length)
 
 
 def _open(path: Path) -> tuple[BinaryIO, BinaryIO]:
