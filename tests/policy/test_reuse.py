@@ -211,3 +211,35 @@ def test_hints_without_end_take_no_memory_without_end(case: str, hint: dict[str,
         return len(tier._held) + len(tier._held_until)
 
     assert weight(8000) <= weight(2000) + 100
+
+
+@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("hint", [{"pinned": True}, {"ttl_s": 600.0}], ids=str)
+@pytest.mark.parametrize("stored_first", [False, True])
+def test_hints_hold_half_at_most_however_many_come_before_their_records(
+    count: int, hint: dict[str, Any], stored_first: bool
+) -> None:
+    tier = ReusePolicy(100)
+    chains = [[bytes([number, place]) for place in range(80 // count)] for number in range(count)]
+    others = [bytes([255, place]) for place in range(20)]
+
+    def store(keys: list[bytes], now_s: float) -> None:
+        for key in reversed(keys):
+            tier.insert(key, RecordInfo(1), now_s)
+
+    if stored_first:
+        for keys in chains:
+            tier.request(RequestInfo(keys), 0.0)
+            store(keys, 0.0)
+    for keys in chains:
+        tier.request(RequestInfo(keys, **hint), 1.0)
+    if not stored_first:
+        for keys in chains:
+            store(keys, 2.0)
+    tier.request(RequestInfo(others), 3.0)
+    store(others, 3.0)
+    assert tier._held_bytes <= 50
+    assert tier.hints_refused > 0
+    assert len(list(tier.candidates(4.0, lambda key: False))) == 100
+    if count > 1:
+        assert tier._held_bytes > 30, "what fits is held"

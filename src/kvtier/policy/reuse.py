@@ -237,6 +237,8 @@ class ReusePolicy(EvictionPolicy):
                 self._unpark(run)
         elif not run.queued:
             self._queue(run)
+        if run.hold:
+            self._bound_held(run.request)
 
     def access(self, key: Key, now_s: float) -> None:
         run, _ = self._where[key]
@@ -457,6 +459,8 @@ class ReusePolicy(EvictionPolicy):
             runs.append(run)
         self._appraise()
         self._rank(runs)
+        if hold:
+            self._bound_held(number)
         self._forget()
 
     def _learn(self, run: _Run, *, returned: bool) -> None:
@@ -600,6 +604,12 @@ class ReusePolicy(EvictionPolicy):
             heapify(self._held_until)
         heappush(self._held_until, (now_s + ttl_s, number))
         return _TTL
+
+    def _bound_held(self, number: int) -> None:
+        """A request's records came in after its hint was taken: let go of it where they are more than hints may hold."""
+        if self._held_bytes > HINT_SHARE_MAX * self.capacity_bytes:
+            self.hints_refused += 1
+            self._release(number)
 
     def _release(self, number: int) -> None:
         """A held request's time is over, or a later request of its chain has come, which says for itself what it wishes."""
