@@ -1,12 +1,13 @@
 """Where settings come from, who wins, and what is refused."""
 
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 
 import pytest
 
 from kvtier.config import Config, load_config, parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.tier.remote.memory import CAPACITY_ENV, POLICY_ENV
 
 
 @pytest.mark.parametrize(
@@ -142,3 +143,66 @@ def test_our_own_names_make_dram_a_cache_above_a_shared_disk() -> None:
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(settings, environ={})
+
+
+@pytest.mark.parametrize("field", fields(Config), ids=lambda field: field.name)
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, -1, 0, 16, 1 << 70, 1e300, float("inf"), float("nan"), [], ["a"], {"a": 1}),
+        *("", "~nobody-here/x", "a\0b", "9" * 400 + ".0", "9" * 5000, "null", "None"),
+    ],
+    ids=lambda value: repr(value)[:16],
+)
+def test_whatever_is_written_is_taken_or_refused_by_name(field: Field[object], value: object) -> None:
+    try:
+        taken = getattr(load_config({field.name: value}, environ={}).config, field.name)
+    except ConfigError as error:
+        assert field.name in str(error)
+        assert len(str(error).splitlines()) == 1
+        return
+    default = field.default
+    assert isinstance(taken, type(default) if default is not None else Path | None)
+    if value is None:
+        assert taken is None, "nothing is no value but where there may be none"
+    if isinstance(taken, Path):
+        assert isinstance(value, str), "only text is a path"
+    elif not isinstance(taken, (str, type(None))):
+        assert taken <= 1 << 60, "what is larger fits nowhere"
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("io_depth", 1024), ("iodepth", 1024), ("open_lookahead", 1024), ("disk_admission_seen_min", 15)],
+)
+def test_what_would_end_the_start_later_is_refused_at_once(name: str, most: int) -> None:
+    load_config({name: most}, environ={})
+    with pytest.raises(ConfigError, match=f"{name} is {most + 1}: the most is"):
+        load_config({name: most + 1}, environ={})
+
+
+@pytest.mark.parametrize("content", [b'disk_path = "\xff"\n', b"a = " + b"[" * 100_000], ids=["no text", "deep"])
+def test_a_file_with_odd_content_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "odd.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="KVTIER_CONFIG is"):
+        load_config(environ={"KVTIER_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize("path", ["~nobody-here/x.toml", "a\0b"])
+def test_an_odd_path_of_the_file_is_refused_by_name(path: str) -> None:
+    with pytest.raises(ConfigError, match="KVTIER_CONFIG is"):
+        load_config(environ={"KVTIER_CONFIG": path})
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "0", "-1", "lots", "1e300"])
+def test_a_bad_size_by_aibrix_s_name_is_refused_once(text: str) -> None:
+    name = "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB"
+    with pytest.raises(ConfigError, match=name) as caught:
+        load_config(environ={name: text})
+    assert str(caught.value).count(name) == 1
+
+
+def test_the_memory_store_s_environment_is_not_taken_for_settings() -> None:
+    environ = {CAPACITY_ENV: "1000", POLICY_ENV: "LRU"}
+    assert set(load_config(environ=environ).sources.values()) == {"default"}

@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.policy.admission import SEEN_MIN_MAX
 from kvtier.policy.registry import policy_names
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 DURABILITIES = ("none", "flush", "sync")
 SECONDS_MAX = 1_000_000
+COUNT_MAX = 1 << 60
+"""The most of anything that is counted, bytes or other: more would not fit where it is kept."""
+IO_DEPTH_MAX = 1024
 
 
 def parse_bytes(value: object) -> int:
@@ -29,9 +33,11 @@ def parse_bytes(value: object) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError("write a number of bytes, or a size such as '256MiB'")
-    return (
-        int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
-    )
+    unit = _UNITS[match[2].upper()]
+    try:
+        return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    except OverflowError:
+        raise ValueError("no such size is to be had") from None
 
 
 def _parse_bool(value: object) -> bool:
@@ -71,13 +77,28 @@ _parse_gib = _number("a number of GiB, such as 4.0", 0, 1 << 20)
 
 
 def _parse_path(value: object) -> Path | None:
-    text = str(value) if value is not None else ""
-    return Path(text).expanduser() if text else None
+    if value is not None and not isinstance(value, (str, Path)):
+        raise ValueError("write a path as text, or nothing for none")
+    text = str(value or "")
+    if "\0" in text:
+        raise ValueError("no path has a zero byte")
+    try:
+        return Path(text).expanduser() if text else None
+    except RuntimeError:
+        raise ValueError("nobody here has that home directory: write the whole path") from None
+
+
+def _parse_text(value: object) -> str:
+    # A name or number is text as well as any; nothing, a truth or a list in its place is a mistake.
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError("write text")
+    return str(value)
 
 
 def _one_of(*names: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
-        text = str(value).strip().lower()
+        # "none" is a name, and not what JSON's null means.
+        text = value.strip().lower() if isinstance(value, str) else None
         if text not in names:
             raise ValueError(f"write one of {', '.join(name or 'nothing' for name in names)}")
         return text
@@ -86,9 +107,19 @@ def _one_of(*names: str) -> Callable[[object], str]:
 
 
 def _setting(
-    default: Any, parse: Callable[[Any], Any], meaning: str, *, low: float | None = None, aliases: tuple[str, ...] = ()
+    default: Any,
+    parse: Callable[[Any], Any],
+    meaning: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    aliases: tuple[str, ...] = (),
 ) -> Any:
-    return field(default=default, metadata={"parse": parse, "meaning": meaning, "low": low, "aliases": aliases})
+    if high is None and parse in (parse_bytes, _parse_int):
+        high = COUNT_MAX
+    return field(
+        default=default, metadata={"parse": parse, "meaning": meaning, "low": low, "high": high, "aliases": aliases}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +149,7 @@ class Config:
         _parse_int,
         "times that a part must have been asked for to be written: 1 for all, 2 keeps one-time prompts out",
         low=1,
+        high=SEEN_MIN_MAX,
     )
     disk_admission_by_value: bool = _setting(
         False, _parse_bool, "write only what is worth no less than what would have to leave the disk for it"
@@ -131,7 +163,12 @@ class Config:
         "I/O by io_uring or by threads; auto takes what works, and threads below 1 GiB of DRAM a rank",
     )
     io_depth: int = _setting(
-        16, _parse_int, "reads and writes in flight on the disk, per rank", low=1, aliases=("iodepth",)
+        16,
+        _parse_int,
+        "reads and writes in flight on the disk, per rank",
+        low=1,
+        high=IO_DEPTH_MAX,
+        aliases=("iodepth",),
     )
     dram_policy: str = _setting("lru", _one_of(*policy_names()), "who stays in DRAM")
     disk_policy: str = _setting("lru", _one_of(*policy_names()), "who stays on disk")
@@ -151,7 +188,7 @@ class Config:
         None, _parse_path, "directory on a filesystem that other engines share, in place of disk_path; empty for none"
     )
     shared_model_name: str = _setting(
-        "", str, "directory of this model below shared_storage_path; by default the model's own name"
+        "", _parse_text, "directory of this model below shared_storage_path; by default the model's own name"
     )
     shared_trailer: str = _setting(
         "on",
@@ -168,7 +205,11 @@ class Config:
         False, _parse_bool, "sync files and directories of shared_storage_path before they are published"
     )
     open_lookahead: int = _setting(
-        0, _parse_int, "files of shared_storage_path opened ahead of their reads; 0 for io_depth", low=0
+        0,
+        _parse_int,
+        "files of shared_storage_path opened ahead of their reads; 0 for io_depth",
+        low=0,
+        high=IO_DEPTH_MAX,
     )
     staging_mem: float = _setting(
         0.0, _parse_gib, "GiB of memory of each rank, in place of dram_bytes; 1 with shared_storage_path", low=0
@@ -200,7 +241,7 @@ class Config:
         "of trace_path and the file before it together; the older requests are let go of",
         low=4096,
     )
-    namespace_label: str = _setting("", str, "any text: engines with different labels share nothing")
+    namespace_label: str = _setting("", _parse_text, "any text: engines with different labels share nothing")
     prefix_cache_break_even_path: Path | None = _setting(
         None, _parse_path, "file that says from which prefix length on loading pays; empty for none"
     )
@@ -227,6 +268,8 @@ class Config:
 
 
 ENV_PREFIX = "KVTIER_"
+_OTHERS_ENV = frozenset(("KVTIER_CONFIG", "KVTIER_MEMORY_CAPACITY_BYTES", "KVTIER_MEMORY_EVICTION_POLICY"))
+"""Names that begin alike and are no settings: the file's, and those of the MEMORY store."""
 # Names of AIBrix's framework with the same meaning here; the value is given per worker there, in GB of 2**30 bytes.
 _AIBRIX_ENV: dict[str, tuple[str, Callable[[str], object]]] = {
     "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": ("dram_bytes", lambda text: int(float(text) * 2**30)),
@@ -284,32 +327,38 @@ def load_config(
             raise ConfigError(f"{source}: {name} is {value!r}: {error}") from None
         if meta["low"] is not None and parsed < meta["low"]:
             raise ConfigError(f"{source}: {name} is {value!r}: the least is {meta['low']}")
+        if meta["high"] is not None and parsed > meta["high"]:
+            raise ConfigError(f"{source}: {name} is {value!r}: the most is {meta['high']:,}")
         values[target] = parsed
         sources[target] = source
 
     config_file = environ.get(ENV_PREFIX + "CONFIG")
     if config_file:
-        path = Path(config_file).expanduser()
-        try:
-            content = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{ENV_PREFIX}CONFIG is {config_file!r}: {error}") from None
-        for name, value in content.items():
-            take(name, value, str(path))
+        for name, value in _file_content(config_file).items():
+            take(name, value, config_file)
     for name, text in environ.items():
         if name in _AIBRIX_ENV:
             target, convert = _AIBRIX_ENV[name]
             try:
-                take(target, convert(text), name)
-            except ValueError as error:
+                value = convert(text)
+            except (ValueError, OverflowError) as error:
                 raise ConfigError(f"{name} is {text!r}: {error}") from None
+            take(target, value, name)
     for name, text in environ.items():
-        if name.startswith(ENV_PREFIX) and name != ENV_PREFIX + "CONFIG":
+        if name.startswith(ENV_PREFIX) and name not in _OTHERS_ENV:
             take(name.removeprefix(ENV_PREFIX).lower(), text, name)
     for name, value in (extra or {}).items():
         take(name, value, extra_source)
     _settle(values, sources)
     return Loaded(Config(**values), sources)  # type: ignore[arg-type]
+
+
+def _file_content(name: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    # ValueError: no TOML, no text, or no path. RuntimeError: nobody's home, or nested without end.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{ENV_PREFIX}CONFIG is {name!r}: {error}") from None
 
 
 def _settle(values: dict[str, object], sources: dict[str, str]) -> None:

@@ -57,6 +57,27 @@ def test_lines_are_in_the_order_of_arrival(tmp_path: Path) -> None:
     assert [request.output_tokens for request in read(tmp_path / "t.jsonl")] == [0, 1, 2, *range(4, 20)]
 
 
+def test_requests_of_one_name_are_each_written(tmp_path: Path, monkeypatch: Any) -> None:
+    """A client may name two requests alike, one after the other or at once: the writer goes on, and counts what it holds rightly."""
+    monkeypatch.setattr(requests, "HELD_BYTES_MAX", 3000)
+    trace = open_trace(tmp_path / "t.jsonl")
+    trace.arrived("first", keys(0), 40, 100.0)
+    for number in range(1, 21):
+        trace.arrived("twice", keys(number), 40, 100.0 + number)
+        if number % 3:
+            trace.answered("twice", number)
+    trace.answered("first", 99)
+    trace.answered("twice", 7)
+    trace.arrived("last", keys(30), 40, 130.0)
+    trace.answered("last", 5)
+    assert trace.close(10)
+    lines = read(tmp_path / "t.jsonl")
+    assert [line.time_s for line in lines] == [*map(float, range(21)), 30.0]
+    assert [line.output_tokens for line in lines[1:21]] == [number if number % 3 else 0 for number in range(1, 21)]
+    assert trace.counters["trace_requests"] == 22
+    assert (trace._held_bytes, len(trace._held), len(trace._open)) == (0, 0, 0)
+
+
 def test_what_waits_for_one_that_is_never_answered_is_bounded(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(requests, "HELD_BYTES_MAX", 10 * (requests._REQUEST_BYTES + 2 * requests.ID_BYTES))
     trace = open_trace(tmp_path / "t.jsonl")

@@ -1,6 +1,7 @@
 """The policy `reuse`: order, hints, memory, cost, and its figures on two published traces."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,3 +189,57 @@ def test_it_beats_the_others_on_an_hour_of_chat_cut_short() -> None:
     rates = {name: replay(requests, make_policy(name, 1000)).hit_rate for name in policy_names()}
     ours = rates.pop("reuse")
     assert ours > 1.2 * max(rates.values()), rates
+
+
+@pytest.mark.parametrize("hint", [{"pinned": True}, {"ttl_s": 1e9}, {"ttl_s": 1e9, "pinned": True}], ids=str)
+@pytest.mark.parametrize("case", ["announced and never stored", "stored and evicted", "asked for again"])
+def test_hints_without_end_take_no_memory_without_end(case: str, hint: dict[str, Any]) -> None:
+    def weight(requests: int) -> int:
+        tier = ReusePolicy(100, history_keys_max=100)
+        for number in range(requests):
+            now_s = float(number)
+            chain = number % 10 if case == "asked for again" else number
+            keys = [(4 * chain + place).to_bytes(8, "little") for place in range(4)]
+            tier.request(RequestInfo(keys, **hint), now_s)
+            if case == "announced and never stored":
+                continue
+            for key in reversed(keys):
+                if key not in tier:
+                    tier.insert(key, RecordInfo(1), now_s)
+            while len(tier) > 50:
+                tier.remove(next(tier.candidates(now_s, lambda key: False)), now_s, evicted=True)
+        return len(tier._held) + len(tier._held_until)
+
+    assert weight(8000) <= weight(2000) + 100
+
+
+@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("hint", [{"pinned": True}, {"ttl_s": 600.0}], ids=str)
+@pytest.mark.parametrize("stored_first", [False, True])
+def test_hints_hold_half_at_most_however_many_come_before_their_records(
+    count: int, hint: dict[str, Any], stored_first: bool
+) -> None:
+    tier = ReusePolicy(100)
+    chains = [[bytes([number, place]) for place in range(80 // count)] for number in range(count)]
+    others = [bytes([255, place]) for place in range(20)]
+
+    def store(keys: list[bytes], now_s: float) -> None:
+        for key in reversed(keys):
+            tier.insert(key, RecordInfo(1), now_s)
+
+    if stored_first:
+        for keys in chains:
+            tier.request(RequestInfo(keys), 0.0)
+            store(keys, 0.0)
+    for keys in chains:
+        tier.request(RequestInfo(keys, **hint), 1.0)
+    if not stored_first:
+        for keys in chains:
+            store(keys, 2.0)
+    tier.request(RequestInfo(others), 3.0)
+    store(others, 3.0)
+    assert tier._held_bytes <= 50
+    assert tier.hints_refused > 0
+    assert len(list(tier.candidates(4.0, lambda key: False))) == 100
+    if count > 1:
+        assert tier._held_bytes > 30, "what fits is held"

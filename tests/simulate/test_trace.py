@@ -1,6 +1,7 @@
 """Reading traces: formats, and every kind of bad line."""
 
 import gzip
+import lzma
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,24 @@ def test_compressed_equals_plain(tmp_path: Path) -> None:
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(GOOD.encode()))
     assert list(Trace(plain)) == list(Trace(packed))
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize("damage", ["cut short", "bytes flipped", "another format", "empty"])
+@pytest.mark.parametrize("ending", ["gz", "xz"])
+def test_a_damaged_archive_is_an_error_that_names_it(tmp_path: Path, ending: str, damage: str, skip_bad: bool) -> None:
+    lines = "".join(GOOD.replace("1500", str(1500 + number * number)) for number in range(20_000))
+    packed = bytearray((gzip if ending == "gz" else lzma).compress(lines.encode()))
+    if damage == "cut short":
+        del packed[len(packed) // 2 :]
+    elif damage == "bytes flipped":
+        packed[len(packed) // 2 : len(packed) // 2 + 8] = b"\xff\x00" * 4
+    else:
+        packed = bytearray(lines.encode() if damage == "another format" else b"")
+    file = tmp_path / f"a.jsonl.{ending}"
+    file.write_bytes(packed)
+    with pytest.raises(TraceError, match=str(file)):
+        list(Trace(file, skip_bad=skip_bad))
 
 
 @pytest.mark.parametrize(

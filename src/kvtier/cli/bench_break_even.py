@@ -124,7 +124,7 @@ def _plan_of(args: argparse.Namespace) -> Plan:
         tokens = tuple(int(text) for text in args.tokens.split(","))
         dram_bytes, disk_bytes = parse_bytes(args.dram), parse_bytes(args.disk_bytes)
         engine = json.loads(args.engine)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"--tokens {args.tokens!r}, --dram {args.dram!r}, --disk-bytes {args.disk_bytes!r}, --engine {args.engine!r}: {error}"
         ) from None

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvtier.errors import ConfigError
+
 
 class Command(Protocol):
     """What a command's module has, as functions. What is heavy to import is imported inside `run`."""
@@ -16,6 +18,12 @@ class Command(Protocol):
 
     def run(self, args: argparse.Namespace) -> int:
         """Run it; its exit code."""
+
+
+def check_number(option: str, value: float | None, low: float, high: float) -> None:
+    """Raises ConfigError where `value`, of an option that was given, is below `low`, above `high`, or no number."""
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{option} is {value}: use {low:,g} to {high:,g}")
 
 
 def add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command], what: str) -> None:

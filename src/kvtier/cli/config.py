@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         extra = json.loads(args.extra)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--extra is {args.extra!r}, which is not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise ConfigError(f'--extra is {args.extra!r}: write a JSON object, such as \'{{"dram_bytes": "8GiB"}}\'')

@@ -6,6 +6,8 @@ import json
 import time
 from pathlib import Path
 
+from kvtier.cli.command import check_number
+
 NAME = "gc"
 HELP = "bound a shared filesystem's parts by size, age and value, and sweep up after dead writers; safe beside running engines"
 
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Sweep once, or for ever. 0 where nothing refused to go."""
-    from kvtier.config import parse_bytes
+    from kvtier.config import SECONDS_MAX, parse_bytes
     from kvtier.errors import ConfigError
     from kvtier.tier.disk.janitor import JanitorRules, sweep
 
@@ -37,6 +39,13 @@ def run(args: argparse.Namespace) -> int:
         bytes_max = parse_bytes(args.bytes_max) if args.bytes_max is not None else None
     except ValueError as error:
         raise ConfigError(f"--bytes-max is {args.bytes_max!r}: {error}") from None
+    for option, value, low in (
+        ("--age-max-hours", args.age_max_hours, 0),
+        ("--orphan-age-hours", args.orphan_age_hours, 0),
+        ("--grace-s", args.grace_s, 0),
+        ("--every-s", args.every_s, 0.001),
+    ):
+        check_number(option, value, low, SECONDS_MAX)
     rules = JanitorRules(
         bytes_max=bytes_max,
         age_max_s=args.age_max_hours * 3600 if args.age_max_hours is not None else None,

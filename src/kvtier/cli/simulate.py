@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.cli.command import check_number
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tiers", "The whole control plane with simulated media and engines, where --dram is given."
     )
     tiers.add_argument("--dram", metavar="SIZE", help="DRAM tier, such as 200GB")
-    tiers.add_argument("--disk", metavar="SIZE", default="0", help="disk tier (default none)")
+    tiers.add_argument("--disk", metavar="SIZE", help="disk tier (default none)")
     tiers.add_argument(
         "--kv-bytes-per-token", type=int, default=131_072, metavar="N", help="default 131072, an 8B model"
     )
@@ -60,12 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0, or an error that names what is wrong."""
+    import msgspec
+
     from kvtier.simulate.replay import replay_infinite, replay_named
     from kvtier.simulate.run import simulate
 
     policies = _policies(args.policy)
     capacities = _capacities(args)
     machine = _machine(args)
+    if machine is not None and not capacities and not set(policies) - {"min", "infinite"}:
+        raise ConfigError(
+            f"--policy is {args.policy!r}, and only policies that do not know the future run in tiers: name one, or --capacity-blocks"
+        )
     results: list[dict[str, Any]] = []
     names: set[str] = set()
     tables: dict[str, tuple[list[ReplayResult], ReplayResult]] = {}
@@ -73,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     for path in args.traces:
         trace = _trace(path, args)
         name = trace.name if trace.name not in names else str(path)
+        if name in names:
+            name = f"{path} ({len(names) + 1})"
         names.add(name)
         if capacities:
             # It holds every distinct block of the trace, so that it runs only where somebody will look at it.
@@ -98,9 +107,12 @@ def run(args: argparse.Namespace) -> int:
                     continue
                 with _Progress(trace, f"{name} {policy} tiers", args.quiet):
                     result, curve = simulate(trace, machine, policy)
+                result = msgspec.structs.replace(result, trace=name)
                 runs.setdefault(name, []).append((result, curve))
                 results.append(_run_row(result))
                 _print_run(result)
+            if not capacities:
+                _say_skipped(trace)
             if name in runs:
                 from kvtier.report.simulation import sizing_advice
 
@@ -126,9 +138,11 @@ def _policies(text: str) -> list[str]:
 
 
 def _capacities(args: argparse.Namespace) -> list[int]:
-    text = args.capacity_blocks or ("" if args.dram else CAPACITIES)
+    text = args.capacity_blocks
+    if text is None:
+        text = CAPACITIES if args.dram is None else ""
     capacities = []
-    for part in filter(None, text.split(",")):
+    for part in text.split(",") if args.capacity_blocks is not None or text else ():
         try:
             capacity = int(part)
         except ValueError:
@@ -152,24 +166,22 @@ def _size(option: str, text: str, low: int) -> int:
 
 
 def _machine(args: argparse.Namespace) -> "Machine | None":
-    if not args.dram:
+    if args.dram is None:
+        if args.disk is not None:
+            raise ConfigError(
+                f"--disk is {args.disk!r} without --dram: what goes to disk passes through DRAM, give both"
+            )
         return None
     from kvtier.simulate.media import PrefillSpeed
     from kvtier.simulate.run import Machine
 
-    for option, value in (
-        ("--kv-bytes-per-token", args.kv_bytes_per_token),
-        ("--prefill-tokens-per-s", args.prefill_tokens_per_s),
-    ):
-        if value <= 0:
-            raise ConfigError(f"{option} is {value}: use a positive number")
-    if args.engines < 0 or args.disk_latency_us < 0:
-        raise ConfigError(
-            f"--engines is {args.engines}, --disk-latency-us {args.disk_latency_us}: neither may be negative"
-        )
+    check_number("--kv-bytes-per-token", args.kv_bytes_per_token, 1, 1 << 40)
+    check_number("--prefill-tokens-per-s", args.prefill_tokens_per_s, 0.001, 1e12)
+    check_number("--engines", args.engines, 0, 100_000)
+    check_number("--disk-latency-us", args.disk_latency_us, 0, 1e9)
     return Machine(
         dram_bytes=_size("--dram", args.dram, 1),
-        disk_bytes=_size("--disk", args.disk, 0),
+        disk_bytes=_size("--disk", args.disk, 0) if args.disk is not None else 0,
         kv_bytes_per_token=args.kv_bytes_per_token,
         copy_bytes_per_s=_size("--copy", args.copy, 1),
         disk_read_bytes_per_s=_size("--disk-read", args.disk_read, 1),
@@ -266,7 +278,10 @@ def _write(
 
             args.report.mkdir(parents=True, exist_ok=True)
             command = shlex.join(["kvtier", *sys.argv[1:]])
-            (args.report / "index.html").write_text(page(tables, runs, command))
+            # A name that is no text is shown as its bytes.
+            (args.report / "index.html").write_text(
+                page(tables, runs, command), encoding="utf-8", errors="backslashreplace"
+            )
             print(f"report: {args.report / 'index.html'}")
     except OSError as wrong:
         raise ConfigError(f"{wrong.filename}: {wrong.strerror}") from wrong

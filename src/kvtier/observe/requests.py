@@ -16,6 +16,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -68,8 +69,9 @@ class _Arrived:
         self.output_tokens: int | None = None
 
 
-_Arrival = tuple[str, float, Sequence[bytes], int]
-_Answer = tuple[str, int]
+# Requests are told apart by their number here: who names them may name two alike.
+_Arrival = tuple[int, float, Sequence[bytes], int]
+_Answer = tuple[int, int]
 
 
 class RequestTrace:
@@ -97,8 +99,9 @@ class RequestTrace:
         self._block_tokens = block_tokens
         self._started_s = started_s
         self._queue: SimpleQueue[_Arrival | _Answer | None] = SimpleQueue()
-        self._open: set[str] = set()
-        self._held: OrderedDict[str, _Arrived] = OrderedDict()
+        self._open: dict[str, int] = {}
+        self._numbers = count()
+        self._held: OrderedDict[int, _Arrived] = OrderedDict()
         self._held_bytes = 0
         self._size_bytes = 0
         self._warned = False
@@ -114,18 +117,19 @@ class RequestTrace:
     # ---- the engine's thread
 
     def arrived(self, request_id: str, keys: Sequence[bytes], input_tokens: int, time_s: float) -> None:
-        """A request with these prompt keys, of which there is at least one, has arrived. Returns at once."""
+        """A request with these prompt keys, of which there is at least one, has arrived; one of the same name is over then. Returns at once."""
+        self.answered(request_id, 0)
         if self._queue.qsize() >= QUEUE_MAX:
             self.counters["trace_dropped_requests"] += 1
             return
-        self._open.add(request_id)
-        self._queue.put((request_id, time_s, keys, input_tokens))
+        self._open[request_id] = number = next(self._numbers)
+        self._queue.put((number, time_s, keys, input_tokens))
 
     def answered(self, request_id: str, output_tokens: int) -> None:
         """It has been answered, or ended otherwise. Returns at once."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._queue.put((request_id, output_tokens))
+        number = self._open.pop(request_id, None)
+        if number is not None:
+            self._queue.put((number, output_tokens))
 
     def close(self, deadline_s: float) -> bool:
         """Write what has been answered, for `deadline_s` seconds at most. True if that was enough."""
@@ -146,15 +150,15 @@ class RequestTrace:
                 self._write(waiting)
         os.close(self._file)
 
-    def _arrive(self, request_id: str, time_s: float, keys: Sequence[bytes], input_tokens: int) -> None:
+    def _arrive(self, number: int, time_s: float, keys: Sequence[bytes], input_tokens: int) -> None:
         ids = array("Q", map(block_id, keys))
-        self._held[request_id] = _Arrived(time_s - self._started_s, ids, input_tokens)
+        self._held[number] = _Arrived(time_s - self._started_s, ids, input_tokens)
         self._held_bytes += len(ids) * ID_BYTES + _REQUEST_BYTES
         while self._held_bytes > HELD_BYTES_MAX:
             self._write(self._take_first())
 
-    def _answer(self, request_id: str, output_tokens: int) -> None:
-        waiting = self._held.get(request_id)
+    def _answer(self, number: int, output_tokens: int) -> None:
+        waiting = self._held.get(number)
         if waiting is None:
             return  # it has been written without
         waiting.output_tokens = output_tokens

@@ -22,7 +22,8 @@ from kvtier.policy.base import EvictionPolicy, Key
 
 DAY_S = 86_400.0
 _ROWS = 4
-_COUNT_MAX = 15
+SEEN_MIN_MAX = 15
+"""Counts of the sketch end here."""
 _ROW_NUMBERS = np.arange(_ROWS, dtype=np.uint64)[:, None]
 
 
@@ -59,7 +60,7 @@ class FrequencySketch:
     def add(self, keys: Iterable[Key]) -> None:
         """Each of `keys` was asked for once more."""
         places = self._places(dict.fromkeys(keys))
-        counts = np.minimum(self._rows[_ROW_NUMBERS, places].min(axis=0) + 1, _COUNT_MAX)
+        counts = np.minimum(self._rows[_ROW_NUMBERS, places].min(axis=0) + 1, SEEN_MIN_MAX)
         for row, row_places in zip(self._rows, places, strict=True):
             np.maximum.at(row, row_places, counts)
         self._added += places.shape[1]
@@ -126,8 +127,8 @@ class AdmissionLimits:
     by_value: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.seen_min <= _COUNT_MAX:
-            raise ValueError(f"seen_min is {self.seen_min}: use 1 to {_COUNT_MAX}, as uses are counted")
+        if not 1 <= self.seen_min <= SEEN_MIN_MAX:
+            raise ValueError(f"seen_min is {self.seen_min}: use 1 to {SEEN_MIN_MAX}, as uses are counted")
 
 
 class Admission:

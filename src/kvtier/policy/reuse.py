@@ -180,7 +180,7 @@ class ReusePolicy(EvictionPolicy):
         self._heap_max = 1024
         self._by_age: list[OrderedDict[_Run, None]] = [OrderedDict() for _ in range(BUCKETS)]
         self._oldest: OrderedDict[_Run, None] = OrderedDict()
-        self._held: dict[int, list[_Run]] = {}  # by request
+        self._held: dict[int, dict[_Run, None]] = {}  # by request
         self._held_until: list[tuple[float, int]] = []
         self._held_bytes = 0
         self._usual_worth = 0.0
@@ -237,6 +237,8 @@ class ReusePolicy(EvictionPolicy):
                 self._unpark(run)
         elif not run.queued:
             self._queue(run)
+        if run.hold:
+            self._bound_held(run.request)
 
     def access(self, key: Key, now_s: float) -> None:
         run, _ = self._where[key]
@@ -449,7 +451,7 @@ class ReusePolicy(EvictionPolicy):
             )
             run.hold = hold
             if hold:
-                self._held.setdefault(number, []).append(run)
+                self._held.setdefault(number, {})[run] = None
             self._move(stretch, before, run)
             self._by_age[0][run] = None
             self._oldest[run] = None
@@ -457,6 +459,8 @@ class ReusePolicy(EvictionPolicy):
             runs.append(run)
         self._appraise()
         self._rank(runs)
+        if hold:
+            self._bound_held(number)
         self._forget()
 
     def _learn(self, run: _Run, *, returned: bool) -> None:
@@ -527,6 +531,11 @@ class ReusePolicy(EvictionPolicy):
         run.serial += 1
         run.members = []
         self._oldest.pop(run, None)
+        held = self._held.get(run.request) if run.hold else None
+        if held is not None:  # else what is pinned and never comes, or leaves, would be held for ever
+            held.pop(run, None)
+            if not held:
+                del self._held[run.request]
         if run.bucket >= 0:
             self._by_age[run.bucket].pop(run, None)
             run.bucket = -1
@@ -590,8 +599,17 @@ class ReusePolicy(EvictionPolicy):
             return _NO_HOLD
         if hints.pinned:
             return _PIN
+        if len(self._held_until) > 2 * len(self._held) + 1024:  # most have ended before their time
+            self._held_until = [entry for entry in self._held_until if entry[1] in self._held]
+            heapify(self._held_until)
         heappush(self._held_until, (now_s + ttl_s, number))
         return _TTL
+
+    def _bound_held(self, number: int) -> None:
+        """A request's records came in after its hint was taken: let go of it where they are more than hints may hold."""
+        if self._held_bytes > HINT_SHARE_MAX * self.capacity_bytes:
+            self.hints_refused += 1
+            self._release(number)
 
     def _release(self, number: int) -> None:
         """A held request's time is over, or a later request of its chain has come, which says for itself what it wishes."""

@@ -16,6 +16,7 @@ import gzip
 import io
 import itertools
 import lzma
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ class Trace:
     @property
     def name(self) -> str:
         """The file's name without its endings."""
-        return self.path.name.split(".")[0]
+        return self.path.name.split(".")[0] or self.path.name
 
     @property
     def file_bytes(self) -> int:
@@ -113,12 +114,18 @@ class Trace:
 
     def _first_good(self) -> TraceLine | None:
         with _open(self.path)[1] as lines:
-            for line in itertools.islice(lines, 1000):
+            for line in itertools.islice(self._read(lines), 1000):
                 try:
                     return _decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     continue
         return None
+
+    def _read(self, lines: BinaryIO) -> Iterator[bytes]:
+        try:
+            yield from lines
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as wrong:
+            raise TraceError(f"{self.path}: it cannot be read to its end: {wrong}") from None
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Raises TraceError for the first bad line (unless `skip_bad`), and for a trace without one good line."""
@@ -128,7 +135,7 @@ class Trace:
         raw, lines = _open(self.path)
         told = 0
         with lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(self._read(lines), 1):
                 if not line.strip():
                     continue
                 try:
@@ -169,7 +176,8 @@ def _parse(line: bytes, scale: float, last_s: float) -> TraceRequest:
             raise TraceError(f"hash id {block_id} does not fit in 64 bits without sign")
     if row.input_length < 0 or row.output_length < 0:
         raise TraceError(f"input_length {row.input_length} or output_length {row.output_length} is negative")
-    return TraceRequest(time_s, row.hash_ids, row.input_length, row.output_length)
+    ids = list(dict.fromkeys(row.hash_ids))  # a block that is named twice is one block: a load asks for it once
+    return TraceRequest(time_s, ids, row.input_length, row.output_length)
 
 
 def _open(path: Path) -> tuple[BinaryIO, BinaryIO]:
