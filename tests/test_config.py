@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Config, load_config, parse_bytes
+from kvtier.config import _SERVICE_ENV, Config, load_config, parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.tier.remote.memory import CAPACITY_ENV, POLICY_ENV
 
@@ -48,6 +48,16 @@ def test_an_unknown_setting_names_the_nearest() -> None:
         load_config({"dram_byte": 1}, environ={})
     with pytest.raises(ConfigError, match="KVTIER_DISK_PAHT.*disk_path"):
         load_config(environ={"KVTIER_DISK_PAHT": "/x"})
+
+
+@pytest.mark.parametrize("service", ["KVTIER", "KVTIER_CACHE"])
+def test_what_kubernetes_says_of_services_is_no_setting(service: str) -> None:
+    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP"]
+    names += [f"PORT_8000_TCP_{what}" for what in ("PROTO", "PORT", "ADDR")]
+    assert load_config(environ={f"{service}_{name}": "x" for name in names}).config == load_config(environ={}).config
+    assert not any(_SERVICE_ENV.fullmatch(f"KVTIER_{item.name.upper()}") for item in fields(Config))
+    with pytest.raises(ConfigError, match="ports"):
+        load_config(environ={f"{service}_PORTS": "x"})
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,10 @@ class Config:
 ENV_PREFIX = "KVTIER_"
 _OTHERS_ENV = frozenset(("KVTIER_CONFIG", "KVTIER_MEMORY_CAPACITY_BYTES", "KVTIER_MEMORY_EVICTION_POLICY"))
 """Names that begin alike and are no settings: the file's, and those of the MEMORY store."""
+# Kubernetes gives every pod variables that say where services are: of one called kvtier, KVTIER_PORT and KVTIER_SERVICE_HOST among them.
+_SERVICE_ENV = re.compile(
+    r"KVTIER_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 # Names of AIBrix's framework with the same meaning here; the value is given per worker there, in GB of 2**30 bytes.
 _AIBRIX_ENV: dict[str, tuple[str, Callable[[str], object]]] = {
     "AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": ("dram_bytes", lambda text: int(float(text) * 2**30)),
@@ -345,7 +349,7 @@ def load_config(
                 raise ConfigError(f"{name} is {text!r}: {error}") from None
             take(target, value, name)
     for name, text in environ.items():
-        if name.startswith(ENV_PREFIX) and name not in _OTHERS_ENV:
+        if name.startswith(ENV_PREFIX) and name not in _OTHERS_ENV and not _SERVICE_ENV.fullmatch(name):
             take(name.removeprefix(ENV_PREFIX).lower(), text, name)
     for name, value in (extra or {}).items():
         take(name, value, extra_source)
