@@ -105,6 +105,11 @@ class SaltedRequest:
         return getattr(self._request, name)
 
     @property
+    def plain(self) -> Any:
+        """The request as vLLM knows it."""
+        return self._request
+
+    @property
     def block_hashes(self) -> list[bytes]:
         """As many as vLLM has by now, each as long as vLLM's."""
         for plain in self._request.block_hashes[len(self._hashes) :]:
