@@ -1,12 +1,14 @@
 """A router that follows vLLM's KV events knows what kvtier has, on which medium, and of which tokens."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine.real.cases import LLAMA, kvtier_settings, text
 from tests.engine.real.conftest import Fork
+from tests.engine.real.test_lora import LORA, write_adapter
 
 from kvtier.store.moves import Source
 from kvtier.testing.vllm.driver import Engine
@@ -146,6 +148,49 @@ def test_who_follows_the_events_knows_what_is_where(
     assert set(second.tokens["CPU"].values()) == (
         {tuple(prompts[0][at : at + BLOCK]) for at in range(0, 6 * BLOCK, BLOCK)} if described else {()}
     )
+
+
+def test_parts_of_adapters_are_told_by_the_hashes_of_the_engines_own_events(
+    fork: Fork, checkpoint: Any, tmp_path: Path
+) -> None:
+    """Their keys are mixed with what the adapter's files hold; a router knows the engine's hashes alone."""
+    model, disk, adapter = checkpoint(LLAMA.model), tmp_path / "disk", tmp_path / "adapter"
+    disk.mkdir()
+    fork(lambda: write_adapter(model, adapter, 1))
+    # Its change time has to lie before the start.
+    time.sleep(0.2)
+    prompts = [text(seed, 6 * BLOCK + 3) for seed in range(6)]
+
+    def serve(name: str, asked: list[list[int]]) -> tuple[Follower, set[str | None], int]:
+        from vllm.distributed.kv_events import BlockStored, KVEventsConfig
+
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{tmp_path}/{name}",
+            replay_endpoint=f"ipc://{tmp_path}/{name}-replay",
+        )
+        settings = kvtier_settings(disk, dram_bytes="1MiB", self_describing_kv_events=True)
+        with LLAMA.engine(model, kvtier=settings, kv_events_config=config, **LORA) as engine:
+            for prompt in asked:
+                engine.ask(prompt, max_tokens=2, lora=("a", 1, adapter))
+                engine.settle()
+                engine.reset_prefix_cache()
+            engine.ask(text(99, BLOCK // 2), max_tokens=1)
+            engine.settle()
+            events = published(f"ipc://{tmp_path}/{name}-replay")
+            told = {event.lora_name for event in events if isinstance(event, BlockStored)}
+            return Follower(events), told, int(engine.counters["vllm:kvtier_load_disk_parts"])
+
+    first, adapters, _ = fork(lambda: serve("first", prompts))
+    assert adapters == {"a"}
+    assert first.tokens["GPU"] == first.tokens["CPU"] == first.tokens["STORAGE"]
+    assert len(first.tokens["GPU"]) == len(first.held["STORAGE"]) == 6 * len(prompts)
+    assert first.removed["CPU"] == 6 * len(prompts) - len(first.held["CPU"]) > 0
+
+    second, adapters, loaded = fork(lambda: serve("second", prompts[:1]))
+    assert loaded == 6 and adapters == {"a"}
+    assert second.tokens["GPU"] == second.tokens["CPU"]
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -107,6 +107,22 @@ def test_what_is_new_or_elsewhere_is_not_kept_unless_trusted(tmp_path: Path) -> 
         assert Adapters(time.time() - HOUR_S, trusted=True).salt("x", where) == b""
 
 
+def test_a_path_below_a_home_is_where_the_engine_takes_it_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves the ~ of `--lora-modules sql=~/adapters/sql` as it is, and vLLM looks below the home."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    path = adapter(home / "adapters" / "sql")
+    adapter(elsewhere / "~" / "adapters" / "sql", b"of another")
+    monkeypatch.setenv("HOME", str(home))
+    salt = later().salt("sql", str(path))
+    assert later().salt("sql", "~/adapters/sql") == salt
+    monkeypatch.chdir(elsewhere)
+    assert later().salt("sql", "~/adapters/sql") == salt
+    with pytest.raises(UnkeyedError, match="home"):
+        later().salt("sql", "~nobody-of-that-name/sql")
+
+
 def test_hashes_are_mixed_and_grow_with_the_request() -> None:
     request = SimpleNamespace(block_hashes=[b"a" * 32, b"b" * 32], num_tokens=7, is_finished=lambda: False)
     one, other = SaltedRequest(request, b"salt"), SaltedRequest(request, b"other")

@@ -58,7 +58,7 @@ class Adapters:
         if adapter not in self._refused:
             try:
                 return self._salt(adapter)
-            except (OSError, UnkeyedError) as error:
+            except (OSError, RuntimeError, UnkeyedError) as error:
                 self._refused[adapter] = str(error)
                 logger.warning(
                     "kvtier: requests of the LoRA adapter %r are neither stored nor loaded: %s. If adapters never change in place, set "
@@ -69,7 +69,7 @@ class Adapters:
         raise UnkeyedError(self._refused[adapter])
 
     def _salt(self, adapter: tuple[str, str]) -> bytes:
-        path = Path(adapter[1])
+        path = Path(adapter[1]).expanduser()
         if not path.is_dir():
             raise UnkeyedError(f"its path {str(path)!r} is no local directory, so that what it holds is not known")
         stamp, changed_ns = _stamp(path)
@@ -103,6 +103,11 @@ class SaltedRequest:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
+
+    @property
+    def plain(self) -> Any:
+        """The request as vLLM knows it."""
+        return self._request
 
     @property
     def block_hashes(self) -> list[bytes]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
@@ -41,6 +42,20 @@ class _Waiting:
     wanted: list[Part] | None = None
 
 
+class _EventsTracker(OffloadingEventsTracker):
+    """Describes parts by vLLM's own hashes, those of its GPU events, where kvtier's keys are mixed."""
+
+    def _build_event_metadata(self, req: Any, *place: Any) -> Any:
+        return super()._build_event_metadata(_plain(req), *place)
+
+    def _record_partial_tail(self, req: Any, *place: Any) -> None:
+        super()._record_partial_tail(_plain(req), *place)
+
+
+def _plain(request: Any) -> Any:
+    return request.plain if isinstance(request, SaltedRequest) else request
+
+
 class KVTierScheduler(OffloadingConnectorScheduler):
     """Keeps every decision on groups, windows and fences upstream's."""
 
@@ -48,6 +63,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        self._events_tracker = _EventsTracker(spec.kv_events_config)
         self._seen: set[str] = set()
         self._adapters = Adapters(time.time(), trusted=self.manager.config.trust_lora_paths)
         self.planner = RequestPlanner(spec.settings, read_costs(vllm_config, spec.settings), self.manager)

@@ -75,16 +75,24 @@ class KVTierSpec(OffloadingSpec):
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
 
+    @property
+    def replica(self) -> int | None:
+        """This engine's number among data parallel replicas; None for an engine alone, and for the first replica of a model without experts.
+
+        Those vLLM makes engines of size 1, of which only the index still tells them apart.
+        """
+        parallel = self.config.parallel
+        several = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+        return parallel.data_parallel_index if several else None
+
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             part_tokens = [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block]
-            parallel = self.config.parallel
-            replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
             self._manager = KVTierManager(
                 self.settings,
                 [group.group_id for group in self.config.groups],
                 part_tokens,
-                trace=open_trace(self.settings, part_tokens[0], time.monotonic(), replica=replica),
+                trace=open_trace(self.settings, part_tokens[0], time.monotonic(), replica=self.replica),
                 publishes=self.kv_events_config.enable_kv_cache_events,
             )
         return self._manager
@@ -177,9 +185,9 @@ class KVTierSpec(OffloadingSpec):
             )
         if root is None:
             return None
-        if parallel.data_parallel_size > 1 and root.is_dir():
+        if self.replica is not None and root.is_dir():
             # Replicas are engines of their own: each owns a store.
-            root = root / f"replica_{parallel.data_parallel_index}"
+            root = root / f"replica_{self.replica}"
             root.mkdir(exist_ok=True)
         return open_disk(self.settings, root, namespace, arena, rank=parallel.rank, rank_count=parallel.world_size)
 
