@@ -20,7 +20,15 @@ from kvtier.config import Config, load_config
 from kvtier.engine.copying import MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
 from kvtier.engine.layout import GroupLayout, Piece, Region
-from kvtier.engine.opening import may_compile, open_disk, open_presence, open_shared, open_trace, store_limits
+from kvtier.engine.opening import (
+    may_compile,
+    open_disk,
+    open_presence,
+    open_shared,
+    open_trace,
+    shared_root,
+    store_limits,
+)
 from kvtier.engine.shared import SharedDisk
 from kvtier.errors import ConfigError, StoreUnavailableError
 from kvtier.identity.namespace import Namespace
@@ -41,13 +49,8 @@ ByteBuffer = bytes | bytearray | memoryview | np.ndarray[tuple[int, ...], np.dty
 
 def _shared_layout(config: Config) -> SharedLayout:
     """Names of a library's parts below `shared_storage_path`: one key a file, whatever a key stands for. Raises ConfigError."""
-    assert config.shared_storage_path is not None
-    if not config.shared_storage_path.is_dir():
-        raise ConfigError(
-            f"shared_storage_path is {str(config.shared_storage_path)!r}, which is no directory: create it, or mount it"
-        )
     return SharedLayout(
-        config.shared_storage_path,
+        shared_root(config),
         model=config.shared_model_name or "library",
         block_size=1,
         blocks_per_file=1,
@@ -88,10 +91,11 @@ class Cache:
         require_memory(arena_bytes, "dram_bytes", available_memory_bytes())
         arena = Arena(arena_bytes)
         layout_of_disk = None
+        disk_bytes = config.disk_bytes if has_disk else 0
         if disk is None and config.disk_path is not None:
             disk = open_disk(config, config.disk_path, space, arena)
         elif disk is None and config.shared_storage_path is not None:
-            layout_of_disk = claim(_shared_layout(config), space)
+            layout_of_disk, disk_bytes = claim(_shared_layout(config), space), SHARED_DISK_BYTES
             disk = open_shared(
                 config, layout_of_disk, space, arena, rank=0, group_of=lambda key: 0, payload_bytes=(part_bytes,)
             )
@@ -107,12 +111,11 @@ class Cache:
             verify=config.verify_checksums,
             load_deadline_s=config.load_deadline_s,
         )
-        disk_bytes = config.disk_bytes if disk is not None else 0
         limits = store_limits(
             config,
             slot_bytes=(slot,),
             arena_bytes=self._plane.slots_bytes,
-            disk_bytes=SHARED_DISK_BYTES if layout_of_disk is not None else disk_bytes,
+            disk_bytes=disk_bytes,
         )
         self.store = TieredStore(limits, generation=self._plane.generation)
         self._shared: SharedDisk | None = None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.config import Config
+from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace, write_manifest
 from kvtier.memory.arena import Arena
 from kvtier.observe.requests import RequestTrace
@@ -80,6 +81,17 @@ def open_trace(
     if replica is not None:
         path = path.with_name(f"{path.stem}_{replica}{path.suffix}")
     return RequestTrace(path, config.trace_bytes_max, block_tokens, started_s)
+
+
+def shared_root(config: Config) -> Path:
+    """The directory that engines share. Raises ConfigError where it is none."""
+    root = config.shared_storage_path
+    assert root is not None
+    if not root.is_dir():
+        raise ConfigError(
+            f"shared_storage_path is {str(root)!r}, which {'is not a directory' if root.exists() else 'does not exist'}: create it, or mount it"
+        )
+    return root
 
 
 def open_shared(

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import Config
 from kvtier.engine.copying import CopyEngine, MemoryCopyEngine
 from kvtier.engine.dataplane import DataPlane, staging_bytes_of
-from kvtier.engine.opening import may_compile, open_disk, open_shared, open_trace
+from kvtier.engine.opening import may_compile, open_disk, open_shared, open_trace, shared_root
 from kvtier.engine.vllm.fingerprint import namespace_of
 from kvtier.engine.vllm.manager import KVTierManager
 from kvtier.engine.vllm.messages import KVTierHandshake
@@ -176,7 +176,7 @@ class KVTierSpec(OffloadingSpec):
             places = {group.group_id: place for place, group in enumerate(self.config.groups)}
             return open_shared(
                 self.settings,
-                claim(self._shared_layout(self.settings.shared_storage_path), namespace),
+                claim(self._shared_layout(shared_root(self.settings)), namespace),
                 namespace,
                 arena,
                 rank=parallel.rank,
@@ -192,11 +192,7 @@ class KVTierSpec(OffloadingSpec):
         return open_disk(self.settings, root, namespace, arena, rank=parallel.rank, rank_count=parallel.world_size)
 
     def _shared_layout(self, root: Path) -> SharedLayout:
-        """py-kvcache's names for this engine's parts. Raises ConfigError."""
-        if not root.is_dir():
-            raise ConfigError(
-                f"shared_storage_path is {str(root)!r}, which {'is not a directory' if root.exists() else 'does not exist'}: create it, or mount it"
-            )
+        """py-kvcache's names for this engine's parts."""
         parallel, groups = self.config.parallel, self.config.groups
         model = self.settings.shared_model_name or self.vllm_config.model_config.model
         if not self.settings.shared_model_name and Path(model).is_absolute():
