@@ -759,10 +759,7 @@ class SegmentStore(PartStore):
         except Exception as exception:  # noqa: BLE001 - told in each part's own end
             with self._lock:
                 for read in reads:
-                    read.entry.readers -= 1
-                    read.entry.segment.taken -= self._read_only
-                    if read.entry.readers == 0 and read.entry.removal_committed:
-                        self._free(read.entry)
+                    self._end_read(read.entry)
                 self._counts["reads_failed"] += len(reads)
             at_once += [PartDone(read.part.key, PartFailure.IO, f"not started: {exception!r}") for read in reads]
             return
@@ -1007,11 +1004,7 @@ class SegmentStore(PartStore):
                 bad.append(read.entry)
         with self._lock:
             for (_, done), job in zip(outcome, jobs, strict=True):
-                entry = job.tag.entry
-                entry.readers -= 1
-                entry.segment.taken -= self._read_only
-                if entry.readers == 0 and entry.removal_committed:
-                    self._free(entry)
+                self._end_read(job.tag.entry)
                 self._counts["read_bytes"] += job.moved_bytes
                 self._counts["reads_failed"] += done.failure is not None
             for entry in bad:
@@ -1025,6 +1018,13 @@ class SegmentStore(PartStore):
                     self._unpublish(entry)
                     self._wake.notify()
         self._say_all(outcome)
+
+    def _end_read(self, entry: _Entry) -> None:
+        """Under the lock: a read of this part is over."""
+        entry.readers -= 1
+        entry.segment.taken -= self._read_only
+        if entry.readers == 0 and entry.removal_committed:
+            self._free(entry)
 
     def _judge_read(self, job: Job, read: _Read) -> tuple[PartDone, bool]:
         """A read's result, and whether its entry can never serve again."""
@@ -1194,11 +1194,7 @@ class SegmentStore(PartStore):
             rest, self._written = self._written, []
             self._kept = False
             while self._waiting:
-                write = self._waiting.popleft()
-                if not write.dropped:
-                    self._writing.pop(write.part.key, None)
-                    self._drop(write, PartFailure.CLOSED, "the store was closed")
-                self._end_waiting(write, outcome)
+                self._refuse_first_waiting(PartFailure.CLOSED, "the store was closed", outcome)
         self._say_all(outcome)
         if rest:
             self._settle_turn(rest, [], [], [], "the store was closed before its catalog could be written")
@@ -1391,11 +1387,7 @@ class SegmentStore(PartStore):
                     self._stuck = True
                     break
                 if self._waiting and self._waiting[0] is write:
-                    self._waiting.popleft()
-                    if not write.dropped:
-                        self._writing.pop(write.part.key, None)
-                        self._drop(write, failure, why)
-                    self._end_waiting(write, outcome)
+                    self._refuse_first_waiting(failure, why, outcome)
         self._start_writes(start)
         self._say_all(outcome)
 
@@ -1417,6 +1409,14 @@ class SegmentStore(PartStore):
                 wanted = self._segments.wants_more(slot_bytes)
             if wanted:
                 self._grow(slot_bytes, 0)
+
+    def _refuse_first_waiting(self, failure: PartFailure, detail: str, outcome: list[tuple[_Batch, PartDone]]) -> None:
+        """Under the lock: the write that waits longest gets no slot."""
+        write = self._waiting.popleft()
+        if not write.dropped:
+            self._writing.pop(write.part.key, None)
+            self._drop(write, failure, detail)
+        self._end_waiting(write, outcome)
 
     def _end_waiting(self, write: _Write, outcome: list[tuple[_Batch, PartDone]]) -> None:
         """Under the lock: a waiting write that was dropped leaves the line."""
@@ -1556,7 +1556,7 @@ def _read_format(directory: Path, namespace: bytes, rank: int, *, create: bool) 
         sync_directory(directory.parent.parent)
         return format_
     try:
-        found = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
         version, name, generation = found["version"], found["namespace"], found["generation"]
         if not isinstance(generation, int) or not 0 <= generation < _GENERATION_END:
             raise ValueError(f"generation {generation!r}")
@@ -1573,7 +1573,7 @@ def _read_format(directory: Path, namespace: bytes, rank: int, *, create: bool) 
         raise StoreUnavailableError(
             f"{path} belongs to namespace {name}, rank {found.get('rank')}: it was moved here; remove {directory} to start empty"
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _write_format(directory: Path, format_: dict[str, Any]) -> None:
