@@ -14,6 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from kvtier.errors import StoreUnavailableError
@@ -101,9 +102,9 @@ def sweep(
         except OSError:
             continue  # another janitor, or its writer, was faster
         if TEMPORARY_NAME.fullmatch(file.name):
-            if _layout_place(folder.split("/")) >= 0 and now_s - status.st_mtime > rules.orphan_age_s:
+            if _layout_place(folder) >= 0 and now_s - status.st_mtime > rules.orphan_age_s:
                 report.orphans_removed += _remove(file.path, report, dry_run=dry_run)
-        elif is_part(folder, file.name) and _layout_place(folder.split("/")) >= 0:
+        elif is_part(folder, file.name) and _layout_place(folder) >= 0:
             report.files += 1
             _add(records, folder, file, status, value_of or _value_attribute)
     report.records = len(records)
@@ -130,8 +131,10 @@ def _walk(folder: str, report: JanitorReport) -> Iterator[tuple[str, os.DirEntry
             yield folder, entry
 
 
-def _layout_place(pieces: list[str]) -> int:
-    """Where in a directory's path a rank's directory, or the markers', begins; -1 for what is not of the layout, and so not ours to touch."""
+@lru_cache(1)
+def _layout_place(folder: str) -> int:
+    """Which piece of a directory's path is a rank's directory, or the markers'; -1 for what is not of the layout, and so not ours to touch."""
+    pieces = folder.split("/")
     for place in range(len(pieces) - 1, -1, -1):
         if pieces[place] == COMMITTED or RANK_NAME.fullmatch(pieces[place]):
             return place
@@ -146,8 +149,7 @@ def _add(
     value_of: Callable[[str], float],
 ) -> None:
     """Count a file with its record: the same name below any rank, or the markers' directory, of one model."""
-    pieces = folder.split("/")
-    place = _layout_place(pieces)
+    pieces, place = folder.split("/"), _layout_place(folder)
     is_marker = pieces[place] == COMMITTED
     pieces[place] = "*"
     name = "/".join((*pieces, file.name))

@@ -173,8 +173,11 @@ class SharedPresence:
     def note(self, key: Key, *, present: bool) -> None:
         """Somebody knows better: a store succeeded, a read found nothing. An answer that is under way does not count any more."""
         with self._lock:
-            self._asked.pop(key, None)
-            self._remember(key, present, self._clock())
+            self._learn(key, present)
+
+    def _learn(self, key: Key, present: bool) -> None:
+        self._asked.pop(key, None)
+        self._remember(key, present, self._clock())
 
     def forget(self, keys: Sequence[Key]) -> None:
         """Ask again at the next lookup."""
@@ -203,11 +206,9 @@ class SharedPresence:
         def mark() -> None:
             results = {key: _make_marker(self._layout.path(directory, key)) for key in keys}
             with self._lock:
-                now_s = self._clock()
                 # After a reset these are markers of a generation that does not count any more.
                 for key in [key for key, made in results.items() if made and directory == self._marker_directory]:
-                    self._asked.pop(key, None)
-                    self._remember(key, True, now_s)
+                    self._learn(key, True)
             done(results)
 
         self._work.put(mark)
