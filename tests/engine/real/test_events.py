@@ -18,6 +18,18 @@ pytestmark = pytest.mark.engine
 BLOCK = LLAMA.block_tokens
 
 
+def publishing(socket: Path) -> Any:
+    """vLLM's configuration of a publisher on this socket, whose replay endpoint ends with `-replay`."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    return KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"ipc://{socket}",
+        replay_endpoint=f"ipc://{socket}-replay",
+    )
+
+
 def published(replay: str) -> list[Any]:
     """Every event since the engine's start, asked of its replay endpoint."""
     import msgspec
@@ -104,16 +116,8 @@ def test_who_follows_the_events_knows_what_is_where(
 
     def serve(name: str, asked: list[list[int]]) -> tuple[Follower, dict[Source, set[int]], int]:
         replay = f"ipc://{tmp_path}/{name}-replay"
-        config = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"ipc://{tmp_path}/{name}",
-            "replay_endpoint": replay,
-        }
         settings = kvtier_settings(disk, dram_bytes="1MiB", self_describing_kv_events=described)
-        from vllm.config.kv_events import KVEventsConfig
-
-        with LLAMA.engine(model, kvtier=settings, kv_events_config=KVEventsConfig(**config)) as engine:
+        with LLAMA.engine(model, kvtier=settings, kv_events_config=publishing(tmp_path / name)) as engine:
             for prompt in asked:
                 engine.ask(prompt, max_tokens=2)
                 engine.settle()
@@ -162,14 +166,9 @@ def test_parts_of_adapters_are_told_by_the_hashes_of_the_engines_own_events(
     prompts = [text(seed, 6 * BLOCK + 3) for seed in range(6)]
 
     def serve(name: str, asked: list[list[int]]) -> tuple[Follower, set[str | None], int]:
-        from vllm.distributed.kv_events import BlockStored, KVEventsConfig
+        from vllm.distributed.kv_events import BlockStored
 
-        config = KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=f"ipc://{tmp_path}/{name}",
-            replay_endpoint=f"ipc://{tmp_path}/{name}-replay",
-        )
+        config = publishing(tmp_path / name)
         settings = kvtier_settings(disk, dram_bytes="1MiB", self_describing_kv_events=True)
         with LLAMA.engine(model, kvtier=settings, kv_events_config=config, **LORA) as engine:
             for prompt in asked:
@@ -211,14 +210,7 @@ def test_what_is_read_ahead_is_told_with_its_tokens(fork: Fork, checkpoint: Any,
             engine.settle()
 
     def serve() -> tuple[Follower, dict[Source, set[int]], float, int]:
-        from vllm.distributed.kv_events import KVEventsConfig
-
-        config = KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=f"ipc://{tmp_path}/ahead",
-            replay_endpoint=f"ipc://{tmp_path}/ahead-replay",
-        )
+        config = publishing(tmp_path / "ahead")
         with LLAMA.engine(model, kvtier=settings, max_num_seqs=1, kv_events_config=config) as engine:
             first = engine.submit(text(9, 10 * BLOCK), max_tokens=40)
             engine.step_until(lambda: engine.computed_tokens(first) > 0, deadline_s=30, what="the first request runs")
@@ -254,14 +246,9 @@ def test_a_reset_is_told_whether_the_engine_could_reset_its_own_cache_or_not(
     disk.mkdir()
 
     def scenario() -> tuple[Follower, dict[Source, set[int]], int]:
-        from vllm.distributed.kv_events import AllBlocksCleared, KVEventsConfig
+        from vllm.distributed.kv_events import AllBlocksCleared
 
-        config = KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=f"ipc://{tmp_path}/reset",
-            replay_endpoint=f"ipc://{tmp_path}/reset-replay",
-        )
+        config = publishing(tmp_path / "reset")
         with LLAMA.engine(model, kvtier=kvtier_settings(disk), kv_events_config=config) as engine:
             engine.ask(text(1, 6 * BLOCK + 3), max_tokens=2)
             engine.settle()

@@ -65,7 +65,7 @@ class KVTierManager(OffloadingManager):
         publishes: whether vLLM publishes KV cache events, and so takes the manager's.
 
     Attributes:
-        preloaded: told which of a request's parts lie in DRAM, or are being read into it, once they were read ahead; None for nobody.
+        preloaded: told a request and the parts that were read ahead for it, as far as there was room; None for nobody.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class KVTierManager(OffloadingManager):
             return True
         done = self.store.preload(wanted, req_id, self._clock())
         if self.preloaded is not None:
-            self.preloaded(req_id, [part.key for part in wanted if self.store.has_slot(part.key)])
+            self.preloaded(req_id, [part.key for part in wanted])
         return done
 
     # ---- requests, steps, outcomes

@@ -192,16 +192,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self.manager.release_preload(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens and self._events_tracker.self_describing_enabled:
-            # What passes through staging never comes to a tier, and its note would stay for ever.
             ranges = self._req_status[request.request_id].load_key_ranges
-            keys = [key for *_, key in ranges if self.manager.has_slot(key)]
-            self._describe(request.request_id, keys)
+            self._describe(request.request_id, [key for *_, key in ranges])
 
     def _describe(self, req_id: str, keys: Iterable[bytes]) -> None:
         """Let events say which tokens they are that come to DRAM from below: upstream notes that in lookups one by one, which are not made here."""
         configs = {config.group_idx: config for config in self.config.kv_group_configs}
         req_status = self._req_status[req_id]
-        for key in map(OffloadKey, keys):
+        # What passes through staging never comes to a tier, and its note would stay for ever.
+        for key in filter(self.manager.has_slot, map(OffloadKey, keys)):
             config = configs[get_offload_group_idx(key)]
             chunks, rest = divmod(req_status.req_context.get_offload_key_position(key) or 0, config.tokens_per_chunk)
             if chunks and not rest:  # a part of a chunk was noted in its lookup
