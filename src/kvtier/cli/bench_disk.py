@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtier.tier.disk.base import PartDone, PartStore
@@ -383,13 +383,13 @@ class Bench:
             marks.get("99.000000", 0) / 1e6,
         )
 
-    def _run_fio(self, operation: str, block: int, depth: int) -> dict:  # type: ignore[type-arg]
+    def _run_fio(self, operation: str, block: int, depth: int) -> dict[str, Any]:
         command = [
             "fio", "--name=bench", f"--filename={self._fio_file}", f"--rw={operation}", f"--bs={block}", f"--size={self.total_bytes // block * block}",
             "--ioengine=io_uring", "--direct=1", f"--iodepth={depth}", "--overwrite=1", "--fallocate=none", "--output-format=json",
         ]  # fmt: skip
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        job: dict = json.loads(output[output.index("{") :])["jobs"][0]  # type: ignore[type-arg]
+        job: dict[str, Any] = json.loads(output[output.index("{") :])["jobs"][0]
         return job
 
 
